@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
+from kvlab.cache.files.recipe import read_recipe_file
 from kvlab.cli import main as cli
+from kvlab.codecs.recipes import named_recipe
 
 pytestmark = pytest.mark.engine
 K1 = "model.layers.1.self_attn.k_proj"
@@ -161,6 +163,15 @@ def test_a_window_of_blank_lines_is_named(verb, blank, run, tmp_path, text):
     code, err = run(VERBS[verb].replace("{text}", str(file)))
     assert code == 2 and "window 0 of" in err
     assert "64 times and nothing else" in err or "96 times and nothing else" in err
+
+
+def test_a_calibration_keeps_the_tokens_exact_that_it_was_told_to_keep(tiny_model, tmp_path, run):
+    out, line = tmp_path / "kept.kv", "calibrate --model {model} --codec hadamard --out {out}"
+    for said, kept in (("--sink 4 --recent 128", {"sink": 4, "recent": 128}), ("", {})):
+        cli.main([*line.format(model=tiny_model, out=out).split(), *said.split()])
+        assert read_recipe_file(out).recipe == named_recipe("hadamard", bits=4, **kept)
+    code, err = run(f"{line}.kv --recent 65537")
+    assert code == 2 and "65537" in err and "65536" in err
 
 
 def test_windows_that_are_nearly_blank_are_measured(tiny_model, text, tmp_path, capsys):

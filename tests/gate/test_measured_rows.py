@@ -26,6 +26,7 @@ from gate.planted_records import (
 )
 from kvlab.core.errors import Fault, MixedIdentity, NonFinite, StaleResult, StorageError, UnknownName, WitnessDisagrees
 from kvlab.core.recipe import digest
+from kvlab.core.testimony import Pool
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue import EVIDENCE
@@ -207,6 +208,53 @@ def test_a_claim_of_pages_is_not_supported_without_them(tmp_path, changed, code)
     found = judged_pages(tmp_path, PAGED.model_copy(update=changed))
     assert code in found.codes | {reason.code for one in found.findings for reason in one.reasons}
     assert found.earned != "supported"
+
+
+EXACT = PAGED.pool.block_bytes  # as many bytes as a page takes
+
+
+def keeping(exact: int = EXACT, counted: int = EXACT, memory: int | None = None, requests: int = 1):
+    """Coded pages beside which `exact` bytes of each window are read exact, of which `counted` were counted."""
+    own, pool = PAGED.evals, PAGED.pool
+    runs = tuple(run.model_copy(update={"kv_bytes": run.kv_bytes + run.items * counted}) for run in own)
+    blocks = ((pool.cache_memory_bytes if memory is None else memory) - exact) // pool.block_bytes
+    more = {"exact_bytes": exact, "exact_requests": requests, "cache_blocks": blocks}
+    return PAGED.model_copy(update={"evals": runs, "kv_bytes": runs[0].kv_bytes, "pool": pool.model_copy(update=more)})
+
+
+def test_exact_tokens_beside_pages_are_counted_in_bytes_and_in_memory(tmp_path):
+    assert judged_pages(tmp_path, keeping()).earned == "supported"
+    (made,) = rows(keeping(), engine="vllm")
+    (plain,) = rows(PAGED, engine="vllm")
+    assert (made["exact_bytes"], made["exact_requests"]) == (EXACT, 1) and "exact_bytes" not in plain
+    assert made["bits_per_value"] > plain["bits_per_value"]
+    one, other = PAGED.pool, keeping().pool
+    assert Pool(**one.model_dump()) == one and "exact_bytes" not in one.model_dump()
+    assert Pool(**other.model_dump()) == other and other.capacity_tokens < one.capacity_tokens
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"exact": 10**9, "memory": 10**9 + PAGED.pool.cache_memory_bytes}, "page_other"),
+        ({"memory": EXACT + PAGED.pool.cache_memory_bytes}, "capacity_other"),
+        ({"requests": 50}, "capacity_other"),
+    ],
+)
+def test_exact_tokens_that_are_not_counted_are_found(tmp_path, changed, code):
+    found = judged_pages(tmp_path, keeping(**changed))
+    assert code in found.codes | {reason.code for one in found.findings for reason in one.reasons}
+    assert found.earned != "supported"
+
+
+def test_a_record_that_leaves_exact_tokens_out_of_its_bytes_is_refused(tmp_path):
+    for counted in (0, EXACT - 1):
+        short = keeping(counted=counted)
+        write_mechanisms(tmp_path / "vllm", record("vllm", [VLLM, short]), table(VLLM, short))
+        with refused(Fault, "fault.page-bytes", "klt 4 pages", "kv_fidelity"):
+            read_mechanisms(tmp_path / "vllm.json")
+    write_mechanisms(tmp_path / "vllm", record("vllm", [VLLM, keeping()]), table(VLLM, keeping()))
+    assert read_mechanisms(tmp_path / "vllm.json")[0].rows[1] == keeping()
 
 
 def test_what_ran_beside_the_cache_is_no_evidence_of_pages(tmp_path):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvlab.cache.files.recipe import read_recipe_file
+from kvlab.cache.pages.exact import kept_exact
 from kvlab.core.errors import CodecNotActive, UserError
 from kvlab.core.recipe import PAGES_VARIABLE
 
@@ -184,21 +186,27 @@ def compare(served: SteppedEngine, asked: list[SoakRequest], answers: dict[str, 
 def main_soak(model: Path, recipe: Path | None, text: Path, count: int, seed: int = 0) -> SoakResult:
     """Start vLLM in this process, with coded pages where there is a recipe, and soak it with requests cut from a text.
 
+    A request reads coded what it took from the prefix cache, and exact tokens where it computed them itself. So where
+    the recipe keeps tokens exact, an answer may depend on what was taken over, and prefix caching is off.
+
     Raises
     ------
     UserError
         The text is shorter than a few requests.
     """
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    alike = True
     if recipe is not None:
         os.environ[PAGES_VARIABLE] = str(recipe.absolute())
+        alike = not any(kept_exact(read_recipe_file(recipe).recipe, str(recipe)))
     from transformers import AutoTokenizer
     from vllm import LLM
 
     tokens = AutoTokenizer.from_pretrained(model)(text.read_text())["input_ids"]
     if len(tokens) < 8 * LONGEST:
         raise UserError(f"{text} has {len(tokens)} tokens; requests are cut from at least {8 * LONGEST}")
-    llm = LLM(str(model), num_gpu_blocks_override=BLOCKS, max_model_len=256, **SETTINGS)
+    settings = SETTINGS | {"enable_prefix_caching": alike}
+    llm = LLM(str(model), num_gpu_blocks_override=BLOCKS, max_model_len=256, **settings)
     return soak(llm, tokens, count, seed)
 
 

@@ -109,6 +109,12 @@ class Pages:
         Tokens of a block, and vLLM's own count of blocks (``num_gpu_blocks``).
     canary_kl : float
         Nats by which the next token's distribution moved when the coded pages of a trial text were zeroed.
+    sink, recent : int
+        First and last tokens of a request that are read exact.
+    exact_bytes : int
+        What these take beside the pages, in all layers, for one request.
+    requests : int
+        For how many requests this was taken from vLLM's memory for its cache (``max_num_seqs``).
     """
 
     bytes_per_token: int
@@ -116,6 +122,10 @@ class Pages:
     block_size: int
     blocks: int
     canary_kl: float
+    sink: int = 0
+    recent: int = 0
+    exact_bytes: int = 0
+    requests: int = 0
 
     @property
     def tokens(self) -> int:

@@ -31,6 +31,8 @@ def calibrate_verb(
     codec: Annotated[str, word("klt, oscar, hadamard+center, ...; default: klt")] = "klt",
     bits: Annotated[float | None, number("of K and of V; default: 4", float)] = None,
     v_bits: Annotated[float | None, number("of V, where they are others", float)] = None,
+    sink: Annotated[int, number("first tokens of a sequence that stay exact; default: 0", whole(0))] = 0,
+    recent: Annotated[int, number("newest tokens that stay exact; default: 0", whole(0))] = 0,
     engine: Engine = "hf",
     dtype: Dtype = "float32",
     context: Annotated[int, number("tokens of a window; default: 512", whole(8))] = 512,
@@ -46,6 +48,7 @@ def calibrate_verb(
 
       kvlab calibrate --model models/reference --codec klt --bits 4 --out klt4.kv
 
+    --sink 4 --recent 128 keep these tokens exact: what is lost while text is written is mostly lost on the newest.
     --decoder writes another file beside it, of what a machine needs that only decodes: a few times smaller.
     """
     args = SimpleNamespace(**locals())  # what was asked for, for the functions below
@@ -54,7 +57,8 @@ def calibrate_verb(
 
     config = config_of(args.model)
     refuse_absent(args.engine)
-    recipe = recipe_of(args.codec, args.bits, args.v_bits)
+    ends = {name: count for name, count in (("sink", args.sink), ("recent", args.recent)) if count}
+    recipe = recipe_of(args.codec, args.bits, args.v_bits, **ends)
     text = readable_text(args.text, args.context, config) if args.text else None
     if args.out.suffix != ".kv":
         raise UserError(f"--out {args.out}; allowed: a name that ends in .kv")

@@ -92,15 +92,18 @@ def all_recipes_of(codecs: Iterable[str], widths: Sequence[float] | None) -> lis
     return found
 
 
-def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None) -> Recipe:
-    """The recipe of a codec, K at `bits` and V at `v_bits`, else at 4 where it has a choice; raises as `recipes_of`."""
+def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None, **settings) -> Recipe:
+    """The recipe of a codec, K at `bits` and V at `v_bits`, else at 4 where it has a choice; raises as `recipes_of`.
+
+    Other `settings` are those of `named_recipe`.
+    """
     from kvlab.codecs.recipes import named_recipe
 
     for flag, given in (("--bits", bits), ("--v-bits", v_bits)):
         if given is not None and not 0 < given <= MOST_BITS:
             raise UserError(f"{flag} {given:g}; allowed: more than 0, at most {MOST_BITS}")
     bits = bits if bits is not None or not has_bits(codec) else BITS
-    return named_recipe(codec, whole_bits(bits), whole_bits(v_bits))
+    return named_recipe(codec, whole_bits(bits), whole_bits(v_bits), **settings)
 
 
 def has_bits(codec: str) -> bool:

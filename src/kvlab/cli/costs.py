@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from kvlab.cache.hf.coder import StreamCoder
+from kvlab.cache.pages.exact import kept_exact
 from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.vllm.worker import refuse_mixed
 from kvlab.calibration.load import Calibrated
@@ -97,6 +98,7 @@ def _in_cache(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) ->
 
 def _in_pages(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) -> None:
     refuse_mixed(recipe, "the recipe")
+    kept_exact(recipe, "the recipe")
     capability.check("vllm", "bfloat16", "default", info)
     for stream in STREAMS:
         rows_of(_codec(recipe, stream, calibrated), Site(0, 0, stream), info.n_kv_heads, info.head_dim)

@@ -29,6 +29,7 @@ Span = Literal["context", "window"]  # which tokens are coded: the context, or t
 ID_LENGTH = 12
 RECIPE_VARIABLE = "KVLAB_RECIPE"  # names the file of the recipe that the vLLM plugin runs beside vLLM's own cache
 PAGES_VARIABLE = "KVLAB_PAGES"  # the same of one whose bytes vLLM's cache holds in place of K and V
+PAGES_EXACT = {"sink": 16, "recent": 512}  # the most tokens of a request that such a cache keeps exact
 
 FIRST = (
     *("hf", "vllm"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from kvlab.core.settings import Frozen
+from typing import Any
+
+from pydantic import model_serializer
+
+from kvlab.core.settings import Frozen, without
 
 
 class Proof(Frozen):
@@ -38,6 +42,9 @@ class Pool(Frozen):
         How many blocks the engine made.
     cache_memory_bytes : int
         Of the memory that it was given.
+    exact_bytes, exact_requests : int
+        What the tokens of a request that are read exact take beside the blocks, and for how many requests they were
+        taken from the memory; said where there are any.
     """
 
     block_tokens: int
@@ -45,6 +52,12 @@ class Pool(Frozen):
     block_values: int
     cache_blocks: int
     cache_memory_bytes: int
+    exact_bytes: int = 0
+    exact_requests: int = 0
+
+    @model_serializer(mode="wrap")
+    def _said(self, whole) -> dict[str, Any]:
+        return without(whole(self), {"exact_bytes": 0, "exact_requests": 0})
 
     @property
     def capacity_tokens(self) -> int:

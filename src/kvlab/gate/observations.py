@@ -158,17 +158,26 @@ def numbers_agree(case: Case) -> Iterator[Reason]:
     yield from _outside_band(case)
 
 
+EXACT = ("exact_bytes", "exact_requests")
+"""Of tokens that are read exact beside the blocks, where there are any."""
 PAGES = ("block_tokens", "block_bytes", "block_values", "cache_blocks", "cache_memory_bytes", "capacity_tokens")
 """What a row says of the engine's own cache, each by the engine's own count."""
 
 
 def _other_pages(case: Case) -> Iterator[Reason]:
-    """The bytes are no fewer than the pages', and what fits are the engine's own blocks, which fill its memory."""
+    """The bytes are no fewer than the pages', and what fits are the engine's own blocks, which fill its memory.
+
+    Tokens that are read exact lie beside the blocks in both.
+    """
     tokens, size, values, blocks, memory, capacity = (case.get(name) for name in PAGES)
-    held = case.held_bits
-    if None not in (held, size, values) and values and held < 8 * size / values * (1 - ROUNDED):
-        said = f"are {held:.6g} bits per value; the engine's pages take {8 * size / values:.6g}"
+    exact, requests = (case.get(name) or 0 for name in EXACT)
+    held, stands_for = case.held_bits, case.get("kv_values")
+    least = 8 * (size / values + exact / (stands_for or math.inf)) if size and values else None
+    if None not in (held, least) and held < least * (1 - ROUNDED):
+        said = f"are {held:.6g} bits per value; the engine's pages take {least:.6g}"
         yield Reason(code="page_other", field="kv_bytes", said=said)
+    if memory is not None:
+        memory -= exact * requests
     if None not in (tokens, blocks, capacity) and capacity != tokens * blocks:
         said = f"is {capacity}; {blocks} blocks of {tokens} tokens are {tokens * blocks}"
         yield Reason(code="capacity_other", field="capacity_tokens", said=said)

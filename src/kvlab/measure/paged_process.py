@@ -72,7 +72,9 @@ def serve(pipe: Connection) -> None:
     started = Started(
         storage=vars(loaded.storage()),
         proof=loaded.proof(),
-        pool=loaded.pool(),
+        pool=loaded.pool().model_copy(
+            update={"exact_bytes": status.pages.exact_bytes, "exact_requests": status.pages.requests}
+        ),
         recipe_id=status.recipe_id,
         calibration_hash=status.calibration_hash,
         canary_kl=status.pages.canary_kl,

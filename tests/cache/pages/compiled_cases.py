@@ -18,8 +18,8 @@ from kvlab.cache.pages.layer import LayerPages, quick
 from kvlab.cache.pages.rope import Rotation
 from kvlab.cache.pages.rows import rows_of
 from kvlab.codecs.base import Site
-from kvlab.codecs.klt import KltStream, rows_numba
-from kvlab.codecs.klt.reading_numba import NumbaLoop
+from kvlab.codecs.klt import KltStream, tiles_numba
+from kvlab.codecs.klt.reading_numba import TileLoop
 from kvlab.codecs.registry import build
 from kvlab.core.errors import StreamError
 
@@ -40,7 +40,7 @@ def test_the_compiled_loop_reads_what_the_codec_decodes(heads, changes):
     pages, slots = torch.full((2000, rows.bytes + 5), 255, dtype=torch.uint8), torch.randperm(2000)[:700]
     pages[slots, 5:] = coded
     own = quick(rows)
-    assert isinstance(own.read, NumbaLoop)
+    assert isinstance(own.read, TileLoop)
     z = own.read(pages, slots, 5)
     assert_near(own.tokens(z), due)
     weights = torch.rand(heads, 9, 700).softmax(-1)
@@ -71,13 +71,13 @@ def test_rows_that_no_encoder_wrote_are_read_alike_or_refused_alike(data, bits):
 
 
 def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(monkeypatch):
-    def njit(nogil, cache=False):
+    def njit(cache=False, **options):
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: ("compiled", function)
 
-    monkeypatch.setattr(rows_numba, "njit", njit)
-    assert rows_numba.compiled(len) == ("compiled", len)
+    monkeypatch.setattr(tiles_numba, "njit", njit)
+    assert tiles_numba.compiled(len) == ("compiled", len)
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few-queries", "many"])

@@ -52,8 +52,7 @@ def test_it_is_attention_over_each_sequence(lengths_and_news, seed):
     lengths, news = lengths_and_news
     step, k, v, table = laid_out(lengths, news, seed)
     q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
-    out = torch.full_like(q, torch.nan)
-    attend(q, lambda slots, positions, few: Keys(k[:, slots], v[:, slots]), step, KV, 0.3, out)
+    out, log_sum = attend(q, lambda slots, positions, few: Keys(k[:, slots], v[:, slots]), step, KV, 0.3)
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
         place = torch.arange(length)
         slots = table[row, place // BLOCK].long() * BLOCK + place % BLOCK
@@ -63,6 +62,9 @@ def test_it_is_attention_over_each_sequence(lengths_and_news, seed):
             q[own].transpose(0, 1), k[:, slots], v[:, slots], attn_mask=seen, scale=0.3, enable_gqa=True
         )
         torch.testing.assert_close(out[own], due.transpose(0, 1), atol=1e-5, rtol=1e-5)
+        scores = torch.einsum("qhd,hkd->qhk", q[own] * 0.3, k[:, slots].repeat_interleave(GROUP, 0))
+        sums = scores.masked_fill(~seen[:, None], -torch.inf).logsumexp(-1)
+        torch.testing.assert_close(log_sum[own], sums, atol=1e-5, rtol=1e-5)
         assert torch.equal(step.own_slots()[own], slots[length - new :])
         assert torch.equal(step.positions()[own], place[length - new :])
 
@@ -73,12 +75,11 @@ def test_an_answer_does_not_depend_on_who_else_is_served(lengths_and_news, seed)
     step, k, v, table = laid_out(lengths, news, seed)
     q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
     read = lambda slots, positions, few: Keys(k[:, slots], v[:, slots])  # noqa: E731
-    together, alone = torch.empty_like(q), torch.empty_like(q)
-    attend(q, read, step, KV, 1.0, together)
+    together = attend(q, read, step, KV, 1.0)
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
         own = slice(step.starts[row], step.starts[row + 1])
-        attend(q[own], read, ServerStep.of([0, new], [length], table[row : row + 1], BLOCK), KV, 1.0, alone[own])
-    assert torch.equal(together, alone)
+        alone = attend(q[own], read, ServerStep.of([0, new], [length], table[row : row + 1], BLOCK), KV, 1.0)
+        assert torch.equal(together.mean[own], alone.mean) and torch.equal(together.log_sum[own], alone.log_sum)
 
 
 @given(steps())
@@ -102,7 +103,6 @@ def test_values_may_be_made_after_they_were_weighed(lengths_and_news, seed):
     back = torch.randn(KV, DIM, DIM, generator=torch.Generator().manual_seed(seed))
     q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
     finish = lambda mean: torch.einsum("hgqw,hwd->hgqd", mean, back)  # noqa: E731
-    late, early = torch.empty_like(q), torch.empty_like(q)
-    attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots], finish), step, KV, 1.0, late)
-    attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots] @ back), step, KV, 1.0, early)
-    torch.testing.assert_close(late, early, atol=1e-5, rtol=1e-5)
+    late = attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots], finish), step, KV, 1.0)
+    early = attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots] @ back), step, KV, 1.0)
+    torch.testing.assert_close(late.mean, early.mean, atol=1e-5, rtol=1e-5)

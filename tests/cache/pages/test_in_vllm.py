@@ -27,17 +27,26 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="session")
-def codecs(tiny_calibration, hf_engine):
+def fitted(tiny_calibration, hf_engine):
     files = {name: tiny_calibration[name] for name in ("sigma", "components")}
-    fitted = load(FittedFiles(**files, codebooks=None), hf_engine.info.model_hash)
+    return load(FittedFiles(**files, codebooks=None), hf_engine.info.model_hash)
+
+
+@pytest.fixture(scope="session")
+def codecs(fitted):
     return {stream: build(getattr(CODED, stream), fitted.stream(getattr(CODED, stream), stream)) for stream in "kv"}
 
 
 @pytest.fixture(scope="session")
 def user(tiny_model, tiny_calibration, tmp_path_factory) -> SimpleNamespace:
     """The one start of vLLM with coded pages of the session."""
-    files = CalibrationFiles(sigma=tiny_calibration["sigma"], components=tiny_calibration["components"])
-    recipe = write_recipe_file(tmp_path_factory.mktemp("pages") / "coded.json", CODED, calibration=files)
+    return served("pages_user.py", tiny_model, CODED, tiny_calibration, tmp_path_factory)
+
+
+def served(program: str, model: Path, recipe: Recipe, calibration: dict, folders, *more: str) -> SimpleNamespace:
+    """What a program beside this file answers about a model and a recipe, and its log."""
+    files = CalibrationFiles(sigma=calibration["sigma"], components=calibration["components"])
+    file = write_recipe_file(folders.mktemp("pages") / "coded.json", recipe, calibration=files)
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -49,7 +58,7 @@ def user(tiny_model, tiny_calibration, tmp_path_factory) -> SimpleNamespace:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVLAB_"))}
     paths = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("pages_user.py"), tiny_model, recipe],
+        [sys.executable, Path(__file__).with_name(program), model, file, *more],
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,6 +13,9 @@ import tiny
 from kvlab.cache.files.recipe import CalibrationFiles, write_recipe_file
 from kvlab.cache.pages import worker
 from kvlab.cache.pages import worker as canary
+from kvlab.cache.pages.exact import ExactStore
+from kvlab.cache.pages.layer import LayerPages
+from kvlab.cache.pages.rope import Unturned
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.kivi import KiviStream
 from kvlab.codecs.klt import KltStream
@@ -129,10 +132,13 @@ def test_a_sliding_window_is_refused(recipe_file, tmp_path):
 # -- what a step has to have done
 
 
-def watch(*counts: tuple[int, int]) -> worker.PagesWatch:
-    """Layers that wrote and read so many tokens."""
+def watch(*counts: tuple[int, ...]) -> worker.PagesWatch:
+    """Layers that wrote and read so many tokens, and had so many queries read exact ones too."""
     found = worker.PagesWatch(SimpleNamespace(), "float32")
-    found.layers = [SimpleNamespace(layer=n, written=w, read_back=r) for n, (w, r) in enumerate(counts)]
+    for layer, (written, read_back, *exact) in enumerate(counts):
+        pages = LayerPages(layer, *[SimpleNamespace(bytes=4)] * 2, Unturned())
+        pages.written, pages.read_back, pages.read_exact = written, read_back, sum(exact)
+        found.layers.append(pages)
     return found
 
 
@@ -146,6 +152,22 @@ def test_a_step_whose_tokens_are_all_in_the_pages_is_counted():
 def test_a_step_that_left_pages_out_does_not_return(counts):
     with refused(CodecNotActive, "not-active.pass", f"layer 1 ({counts[0]} of 5 tokens written, {counts[1]} read"):
         watch((5, 9), counts).check(5)
+
+
+def test_where_tokens_are_exact_pages_may_be_read_less_and_exact_ones_have_to_be_read():
+    watch((5, 2, 5)).check(5, coded=2)
+    for counts in ((5, 1, 5), (5, 2, 0), (4, 2, 5)):
+        with refused(CodecNotActive, "not-active.pass", f"{counts[1]} read, {counts[2]} of 5 beside exact ones"):
+            watch(counts).check(5, coded=2)
+    with refused(CodecNotActive, "not-active.pass", "5 of 0 beside exact ones"):
+        watch((5, 9, 5)).check(5)
+
+
+def test_exact_tokens_are_taken_from_vllms_memory_for_its_cache():
+    store = ExactStore(4, 128, 3, 2, HEADS, DIM, torch.bfloat16)
+    assert worker.left(1 << 30, None) == 1 << 30 and worker.left(1 << 30, store) == (1 << 30) - store.nbytes
+    with refused(CapabilityError, "capability.no-memory-left", store.nbytes, "max_num_seqs 3", store.bytes_per_request):
+        worker.left(store.nbytes, store)
 
 
 # -- what is read back at the start

@@ -32,6 +32,7 @@ from pipeline.studies.test_mechanisms import Lent, engine_of, row, scores, tiny_
 from refusals import refused
 
 __all__ = ["engine_of", "tiny_needles"]  # fixtures
+BARE, SINK, RECENT = {"pages_sink": 0, "pages_recent": 0}, 2, 8
 BACKEND = "kvlab.cache.pages.backend.PagesImpl"
 
 
@@ -51,7 +52,11 @@ def test_pages_are_planned_on_vllm_alone_at_every_bits(tiny_params):
     assert not any(v.paged for v in plan.variants(asked, "hf"))
     simulated = {v.label: v for v in plan.variants(asked, "vllm") if v.tapped}
     one, other = found["klt 2 pages"], simulated["klt 2 in_forward"]
-    assert one.recipe_id == other.recipe_id and one.variant == "klt_pages" and other.variant == "klt"
+    assert one.variant == "klt_pages" and other.variant == "klt" and one.recipe_id != other.recipe_id
+    own, simulated = one.cell.recipe.k, other.cell.recipe.k
+    assert own.model_copy(update={"sink": 0, "recent": 0}) == simulated and (own.sink, own.recent) == (4, 128)
+    (bare,) = (v for v in plan.variants(asking(tiny_params, **BARE), "vllm") if v.paged)
+    assert bare.recipe_id == other.recipe_id
     assert (one.protocol(("snapshot",)), one.span, one.tapped) == ("in_forward", "window", False)
     known = gate_registry.load()
     for variant in found.values():
@@ -154,7 +159,8 @@ def measured(tiny_params, tiny_windows, tiny_needles, tiny_fitted, tmp_path_fact
     out = tmp_path_factory.mktemp("pages") / "vllm.parquet"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "start", engine_of)
-        measuring.mechanisms(asking(tiny_params), "vllm", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", out)
+        asked = asking(tiny_params, pages_sink=SINK, pages_recent=RECENT)
+        measuring.mechanisms(asked, "vllm", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", out)
     return records.read_mechanisms(out)
 
 
@@ -165,10 +171,13 @@ def test_the_bytes_are_the_pages_by_vllms_own_count(measured, vllm_engine):
     assert (found.kv_cache_dtype, found.cache_class, found.backend, found.codec) == ("uint8", "Pages", BACKEND, "klt")
     assert found.pool.block_values == found.pool.block_tokens * info.values_per_token
     assert plain.pool.block_bytes == 4 * plain.pool.block_values and plain.backend != BACKEND
+    exact = (SINK + RECENT) * 4 * info.values_per_token
+    assert (found.pool.exact_bytes, found.pool.exact_requests) == (exact, 1)
     for run in found.evals:
-        assert run.kv_bytes * found.pool.block_values == run.kv_values * found.pool.block_bytes
+        paged_bytes = run.kv_bytes - run.items * exact
+        assert paged_bytes * found.pool.block_values == run.kv_values * found.pool.block_bytes
     assert found.pool.cache_memory_bytes == plain.pool.cache_memory_bytes
-    assert found.pool.cache_blocks * found.pool.block_bytes <= found.pool.cache_memory_bytes
+    assert found.pool.cache_blocks == (found.pool.cache_memory_bytes - exact) // found.pool.block_bytes
     assert found.pool.capacity_tokens > 6 * plain.pool.capacity_tokens
     assert row(record, "klt 2 in_forward").pool is None  # a codec beside the cache says nothing of its pages
 
@@ -184,10 +193,10 @@ def test_what_ran_is_told_by_the_engine(measured, tiny_params, vllm_engine):
 
 
 @pytest.mark.engine
-def test_pages_cost_what_the_same_recipe_costs_inside_the_forward(measured):
+def test_exact_tokens_make_pages_cost_less_than_the_same_codec_inside_the_forward(measured):
     _, table = measured
     one, other = (sum(scores(table, f"klt 2 {way}", "kl")) for way in ("pages", "in_forward"))
-    assert one == pytest.approx(other, rel=0.02) and one > 0
+    assert 0 < one < 0.8 * other
 
 
 @pytest.mark.engine

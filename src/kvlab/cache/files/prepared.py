@@ -12,7 +12,7 @@ from kvlab.calibration.load import Calibrated, FittedFiles, load
 from kvlab.calibration.needs import needed_files
 from kvlab.codecs.base import Codec
 from kvlab.codecs.recipes import named_recipe
-from kvlab.codecs.registry import build
+from kvlab.codecs.registry import bare, build
 from kvlab.core.errors import CalibrationMismatch, ParamsError, StorageError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import WHOLE, Placement, Recipe, StreamRecipe, digest
@@ -50,11 +50,14 @@ class Prepared:
             return self.recipe.recipe_id
         return digest({"recipe": self.recipe.model_dump(mode="json"), "layers": sorted(self.layers)})
 
-    def codec(self, stream: Literal["k", "v"]) -> Codec:
-        """The codec of K or of V, made anew; `CalibrationMismatch` when no codebook fits it."""
-        recipe = getattr(self.recipe, stream)
+    def codec(self, stream: Literal["k", "v"], ends: bool = True) -> Codec:
+        """The codec of K or of V, made anew; `CalibrationMismatch` when no codebook fits it.
+
+        Without `ends` it leaves the tokens that a recipe keeps exact to the cache around it.
+        """
+        recipe, make = getattr(self.recipe, stream), build if ends else bare
         where = self.recipe.placement
-        return build(recipe, self.calibration.stream(recipe, stream, where) if self.calibration else None)
+        return make(recipe, self.calibration.stream(recipe, stream, where) if self.calibration else None)
 
 
 def prepared(file: RecipeFile, info: ModelInfo, whole: bool = False) -> Prepared:

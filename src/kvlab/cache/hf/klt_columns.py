@@ -22,57 +22,55 @@ from kvlab.codecs.klt.halves import scratch
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.reading import refuse
-from kvlab.codecs.klt.reading_numba import escapes_of, values_of
+from kvlab.codecs.klt.reading_numba import Tables, further
 
 
-class KltColumns:
+class KltColumns(Tables):
     """Reads what one coder coded; see `attention_view.Reader`."""
 
     def __init__(self, coder: StreamCoder):
-        self.plan = plan = coder.token_rows.plan
-        self.heads, self.groups, self.width = plan.heads, plan.groups, plan.width
-        self.per, self.head_dim = self.heads // self.groups, coder.shape[1]
-        self.places, self.escapes = places_of(plan.planes), escapes_of(plan)
-        constant = plan.widths == 0
-        self.order = columns_numba.Order(*values_of(plan), constant.to(torch.uint8).numpy())
-        # components before the last one that has bits: those after it are zeros in usual vectors
-        self.coded = int(((~constant) * torch.arange(1, self.width + 1)).max())
-        usual = torch.where(constant, plan.trees.of(plan.trees.first, 0), 0.0)
-        mean = torch.baddbmm(plan.mean, usual[:, None], plan.back.full())
-        self.mean_key, self.mean_value = mean.mT, parted(mean, self.heads)
+        super().__init__(coder.token_rows.plan)
+        self.heads, self.head_dim = self.plan.heads, coder.shape[1]
+        self.per, self.places = self.heads // self.groups, places_of(self.plan.planes)
 
     def scores(self, rows: Sequence[TokenRow], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
         """See `attention_view.Reader`."""
-        to_keys = self.plan.inverse.mT
+        to_keys = self.to_tokens()
         for index, (row, turn) in enumerate(zip(rows, turns, strict=True)):
-            for column, z, escaped in self._parts(row, first):
-                k = self._keys(to_keys, z, escaped).view(self.heads, self.head_dim, -1)
-                out[index, :, :, column : column + z.shape[2]] = scored(k, q[index], turn, column)
-
-    def _keys(self, to_keys: Tensor, z: Tensor, escaped: Tensor) -> Tensor:
-        """Keys [groups, per * head_dim, n]: of usual vectors the components that have bits say all."""
-        k = scratch("k", self.groups, self.per * self.head_dim, z.shape[2])
-        torch.baddbmm(self.mean_key, to_keys[..., : self.coded], z[:, : self.coded], out=k)
-        if len(escaped):
-            k.index_add_(2, escaped, to_keys[..., self.coded :] @ z[:, self.coded :].index_select(2, escaped))
-        return k
+            for column, z, beside in self._parts(row, first):
+                k = scratch("keys", self.groups, self.width, z.shape[1])
+                for own, mean, matrix, part in zip(k, self.plan.mean, to_keys, z.split(self.rows), strict=True):
+                    torch.addmm(mean.mT, matrix.mT, part, out=own)
+                for token, group, more in beside:
+                    k.permute(0, 2, 1).index_put_((group, token), more, accumulate=True)
+                out[index, :, :, column : column + z.shape[1]] = scored(
+                    k.view(self.heads, self.head_dim, -1), q[index], turn, column
+                )
 
     def mixed(self, rows: Sequence[TokenRow], weights: Tensor, first: int, out: Tensor) -> None:
         """See `attention_view.Reader`."""
+        to_values = self.to_tokens()
         shared = weights.unflatten(1, (self.groups, self.per)).flatten(2, 3)
-        found = weights.new_zeros(len(rows), self.groups, shared.shape[2], self.width + 1)
         for index, row in enumerate(rows):
-            for column, z, _ in self._parts(row, first):
-                found[index].baddbmm_(shared[index, :, :, column : column + z.shape[2]], z.mT)
-        components = found.view(len(rows), self.groups, self.per, -1, self.width + 1)
-        to_values = self.plan.inverse.unflatten(2, (self.per, -1)).transpose(1, 2)
-        share = weights[..., first:].sum(-1, keepdim=True)
-        out += (components @ to_values).flatten(1, 2) + share * self.mean_value
+            sums = [weights.new_zeros(shared.shape[2], len(matrix)) for matrix in to_values]
+            for column, z, beside in self._parts(row, first):
+                own = shared[index, :, :, column : column + z.shape[1]]
+                for found, weight, part in zip(sums, own, z.split(self.rows), strict=True):
+                    found.addmm_(weight, part.mT)
+                for token, group, more in beside:
+                    by_head = more.view(len(more), self.per, 1, self.head_dim)
+                    weight = own[group, :, token].view(len(more), self.per, -1, 1)
+                    heads = group[:, None] * self.per + torch.arange(self.per)
+                    out[index].index_put_((heads,), weight * by_head, accumulate=True)
+            for group, (found, matrix) in enumerate(zip(sums, to_values, strict=True)):
+                by_head = matrix.unflatten(1, (self.per, -1)).transpose(0, 1)
+                out[index, group * self.per : (group + 1) * self.per] += found.unflatten(0, (self.per, -1)) @ by_head
+        out += weights[..., first:].sum(-1, keepdim=True) * parted(self.plan.mean, self.heads)
 
-    def _parts(self, row: TokenRow, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _parts(self, row: TokenRow, first: int) -> Iterator[tuple[int, Tensor, list[tuple[Tensor, Tensor, Tensor]]]]:
         """Components of columns from `first` on, a part at a time: see `columns_numba.components`.
 
-        The first column of each, float32 [groups, width + 1, n], and which of the n were escaped.
+        The first column of each, float32 [rows of a tile, n], and what is beside them (`Tables.beside`), if anything.
         """
         (data, pieces), end = gathered(row), row.length - row.waiting
         parts = max(1, -(-(end - first) // SCRATCH))
@@ -81,12 +79,13 @@ class KltColumns:
         size += 16 * (size % 1024 == 0)
         for column in range(first, end, size):
             width = min(size, end - column)
-            z, escaped = scratch("z", self.groups, self.width + 1, width).zero_(), torch.zeros(width, dtype=torch.uint8)
-            fault = columns_numba.components(
-                data, pieces, column, self.places, self.order, self.escapes, z.numpy(), escaped.numpy()
+            z = scratch("components", self.lines, width).zero_()
+            held = further(width * self.groups * self.width if self.escapes.there else 0)
+            count = columns_numba.components(
+                data, pieces, column, self.places, self.active, self.escapes, *self.room(), z.numpy(), held
             )
-            refuse(fault)
-            yield column, z, escaped.nonzero()[:, 0]
+            refuse(max(-count, 0))
+            yield column, z, [self.beside(held, count)] if count else []
 
 
 def gathered(row: TokenRow) -> tuple[np.ndarray, np.ndarray]:

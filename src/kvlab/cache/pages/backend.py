@@ -15,8 +15,10 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from kvlab.cache.pages.attention import Keys, ServerStep, attend
+from kvlab.cache.pages import exact
+from kvlab.cache.pages.attention import Attended, Keys, ServerStep, attend, joined
 from kvlab.cache.pages.layer import LayerPages
+from kvlab.codecs.klt.reading import Looked
 from kvlab.core.errors import CapabilityError, CodecNotActive
 
 SHARED = "_kvlab_step"  # where a step's tokens lie, noted on vLLM's own description of it: every layer asks
@@ -78,6 +80,7 @@ class PagesBuilder(AttentionMetadataBuilder[ServerStep]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size = kv_cache_spec.block_size
+        self.impl: PagesImpl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> ServerStep:
         """See vLLM.
@@ -101,6 +104,8 @@ class PagesBuilder(AttentionMetadataBuilder[ServerStep]):
                 common.block_table_tensor,
                 self.block_size,
             )
+            if self.impl.pages is not None and (store := self.impl.pages.exact) is not None:
+                found = store.beside(found, store.running()[:sequences])
             setattr(common, SHARED, found)
         return found
 
@@ -172,7 +177,17 @@ class PagesImpl(AttentionImpl):
         def read(slots: Tensor, positions: Tensor, few: bool) -> Keys:
             return pages.read(kv_cache, slots, positions, few)
 
-        attend(query[: step.tokens], read, step, self.num_kv_heads, self.scale, output[: step.tokens])
+        def quick(looked: Looked, q: Tensor) -> Attended:
+            return pages.attend(kv_cache, looked, q, query.dtype)
+
+        query, own = query[: step.tokens], output[: step.tokens]
+        coded = attend(query, read, step, self.num_kv_heads, self.scale, quick if pages.attention else None)
+        if step.exact is None:
+            own.copy_(coded.mean)
+            return output
+        store = pages.exact.values[pages.layer]
+        own.copy_(joined(coded, exact.attend(query, key[: step.tokens], value[: step.tokens], store, step, self.scale)))
+        pages.read_exact += step.tokens
         return output
 
     def _pages(self) -> LayerPages:

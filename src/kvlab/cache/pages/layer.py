@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Keys
+from kvlab.cache.pages.attention import Attended, Keys
+from kvlab.cache.pages.exact import ExactStore
 from kvlab.cache.pages.rope import Rotation, Unturned
 from kvlab.cache.pages.rows import Rows
-from kvlab.codecs.klt.reading import Components
+from kvlab.codecs.klt.reading import Components, Looked
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.core.errors import CodecNotActive
+
+if TYPE_CHECKING:
+    from kvlab.codecs.klt.reading_numba import TileAttention
 
 
 class LayerPages:
@@ -28,12 +33,19 @@ class LayerPages:
         How a token's K and V lie; K's bytes come first.
     rotation : Rotation or Unturned
         What stands between K as attention sees it and as it is coded.
+    exact : ExactStore or None
+        Of all layers, where the recipe keeps recent tokens or sinks exact.
     """
 
-    def __init__(self, layer: int, k: Rows, v: Rows, rotation: Rotation | Unturned):
-        self.layer, self.k, self.v, self.rotation = layer, writer(k), writer(v), rotation
+    def __init__(self, layer: int, k: Rows, v: Rows, rotation: Rotation | Unturned, exact: ExactStore | None = None):
+        self.layer, self.k, self.v, self.rotation, self.exact = layer, writer(k), writer(v), rotation, exact
         self.quick = quick(k), quick(v)
-        self.written = self.read_back = 0
+        self.attention = attention(*self.quick)
+        self.forget()
+
+    def forget(self) -> None:
+        """Count from nothing: tokens coded, tokens read coded, queries that read exact tokens."""
+        self.written = self.read_back = self.read_exact = 0
 
     @property
     def bytes(self) -> int:
@@ -69,6 +81,11 @@ class LayerPages:
             return Keys(k, self.v.decode(rows[slots, after:]))
         v = quick_v.read(rows, slots, after)
         return Keys(k, v, quick_v.finished) if few else Keys(k, quick_v.tokens(v))
+
+    def attend(self, pages: Tensor, looked: Looked, q: Tensor, dtype: torch.dtype) -> Attended:
+        """Attention of few queries, scaled float32 [n, heads, head_dim], by the compiled loop; K is made in `dtype`."""
+        self.read_back += len(looked.slots)
+        return Attended(*self.attention(self._rows(pages), self.k.bytes, looked, q, self.rotation.columns, dtype))
 
     def _rows(self, pages: Tensor) -> Tensor:
         """The pages as rows of tokens [slots, bytes]."""
@@ -112,7 +129,16 @@ def quick(rows: Rows) -> Components | None:
 
         return Components(rows.plan, TritonLoop(rows.plan))
     if device.type == "cpu" and compiled():
-        from kvlab.codecs.klt.reading_numba import NumbaLoop
+        from kvlab.codecs.klt.reading_numba import TileLoop
 
-        return Components(rows.plan, NumbaLoop(rows.plan))
+        return Components(rows.plan, TileLoop(rows.plan))
     return None
+
+
+def attention(k: Components | None, v: Components | None) -> TileAttention | None:
+    """The compiled attention of few queries over both, None where either is read otherwise."""
+    if not k or not v or k.plan.mean.device.type != "cpu" or by_triton(k.plan.mean.device):
+        return None
+    from kvlab.codecs.klt.reading_numba import TileAttention
+
+    return TileAttention(k, v)

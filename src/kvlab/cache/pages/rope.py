@@ -7,6 +7,7 @@ table is.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,11 +27,17 @@ class Rotation:
     ----------
     table : Tensor
         Cosines and then sines of each position's frequencies [positions, head_dim], as vLLM's module holds them.
+
+    Attributes
+    ----------
+    columns : pair of array
+        Cosines and sines of all positions of each frequency, float32 [head_dim / 2, positions].
     """
 
     def __init__(self, table: Tensor):
         cos, sin = table.float().chunk(2, dim=-1)
         self.cos, self.sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        self.columns = tuple(part.T.contiguous().cpu().numpy() for part in (cos, sin))
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
         """K [heads, n, head_dim] as attention sees it, as it was before, float32; `positions` are int64 [n]."""
@@ -43,6 +50,8 @@ class Rotation:
 
 class Unturned:
     """No rotation: a recipe that codes K after its rotary embedding."""
+
+    columns = np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
         """`k` itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from kvlab.cache.files.recipe import RecipeFile
 from kvlab.cache.pages.attention import ServerStep
+from kvlab.cache.pages.exact import ExactStore, kept_exact
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rope import Unturned, rotation_of
 from kvlab.cache.pages.rows import rows_of
@@ -31,8 +33,10 @@ OURS = "CPU_ATTN"  # the name that the backend stands under
 
 
 def read_recipe() -> RecipeFile:
-    """The file that ``KVLAB_PAGES`` names; raises as `vllm.worker.read_recipe`."""
-    return vllm_worker.read_recipe(PAGES_VARIABLE)
+    """The file that ``KVLAB_PAGES`` names; raises as `vllm.worker.read_recipe` and `kept_exact`."""
+    found = vllm_worker.read_recipe(PAGES_VARIABLE)
+    kept_exact(found.recipe, os.environ[PAGES_VARIABLE])
+    return found
 
 
 def own(config: VllmConfig) -> list[Rule]:
@@ -90,15 +94,22 @@ class PagesWatch:
 
     def __init__(self, served: ReadyRecipe, dtype: str):
         self.served, self.dtype, self.layers = served, dtype, []
+        self.exact: ExactStore | None = None
         self.steps = self.tokens = 0
         self.canary, self.block_size, self.blocks = 0.0, 0, 0
 
-    def check(self, tokens: int) -> None:
-        """After a step of so many tokens: `CodecNotActive` unless each layer coded all of them and read pages."""
+    def check(self, tokens: int, coded: int | None = None) -> None:
+        """After a step of so many tokens: `CodecNotActive` unless each layer coded all of them and read pages.
+
+        That is at least the step's own tokens or, where some are read exact, the `coded` ones that it looks at; then
+        each query has to have read exact tokens too.
+        """
+        least, exact = (tokens, 0) if coded is None else (coded, tokens)
         missed = [
-            f"layer {pages.layer} ({pages.written} of {tokens} tokens written, {pages.read_back} read)"
+            f"layer {pages.layer} ({pages.written} of {tokens} tokens written, {pages.read_back} read,"
+            f" {pages.read_exact} of {exact} beside exact ones)"
             for pages in self.layers
-            if pages.written != tokens or pages.read_back < tokens
+            if pages.written != tokens or pages.read_back < least or pages.read_exact != exact
         ]
         self.forget()
         if missed:
@@ -111,7 +122,7 @@ class PagesWatch:
     def forget(self) -> None:
         """Count from nothing."""
         for pages in self.layers:
-            pages.written = pages.read_back = 0
+            pages.forget()
 
     def report(self) -> dict[str, Any]:
         """The fields of `vllm_plugin.Status`, as types that any serialiser knows."""
@@ -133,6 +144,10 @@ class PagesWatch:
                 "block_size": self.block_size,
                 "blocks": self.blocks,
                 "canary_kl": self.canary,
+                "sink": self.exact.sink if self.exact else 0,
+                "recent": self.exact.recent if self.exact else 0,
+                "exact_bytes": self.exact.bytes_per_request if self.exact else 0,
+                "requests": self.exact.requests if self.exact else 0,
             },
         }
 
@@ -141,27 +156,73 @@ def arm(worker, served: ReadyRecipe) -> None:
     """Make a vLLM worker give its model coded pages once it is loaded, and check every step that it serves."""
     watch = PagesWatch(served, own_dtype(worker.vllm_config))
     load_model, execute_model = worker.load_model, worker.execute_model
+    available_memory = worker.determine_available_memory
 
     def load_and_fill(*given, **named):
         """The worker's `load_model`, and then the layers' pages."""
         answer = load_model(*given, **named)
-        watch.layers = give_pages(worker.get_model(), watch.served)
+        watch.exact = exact_store(worker, watch.served)
+        watch.layers = give_pages(worker.get_model(), watch.served, watch.exact)
         worker.kvlab_pages, worker.kvlab_status = watch, watch.report
         return answer
+
+    def memory_left(*given, **named):
+        """The worker's memory for pages, less what exact tokens take."""
+        return left(available_memory(*given, **named), watch.exact)
 
     def execute_checked(scheduled, *given, **named):
         """The worker's `execute_model`, and then whether its tokens are in the pages."""
         tokens = scheduled.total_num_scheduled_tokens
         watch.forget()
+        if watch.exact:
+            watch.exact.follow(scheduled)
         answer = execute_model(scheduled, *given, **named)
         if tokens:
-            watch.check(tokens)
+            watch.check(tokens, watch.exact.coded(scheduled) if watch.exact else None)
         return answer
 
     worker.load_model, worker.execute_model = load_and_fill, execute_checked
+    worker.determine_available_memory = memory_left
 
 
-def give_pages(model: torch.nn.Module, served: ReadyRecipe) -> list[LayerPages]:
+def exact_store(worker, served: ReadyRecipe) -> ExactStore | None:
+    """Where the recent tokens and sinks of a worker's requests are kept; None where the recipe keeps none."""
+    kept, info, config = kept_exact(served.recipe, PAGES_VARIABLE), served.info, worker.vllm_config
+    if not any(kept):
+        return None
+    store = ExactStore(
+        *kept,
+        config.scheduler_config.max_num_seqs,
+        info.n_layers,
+        info.n_kv_heads,
+        info.head_dim,
+        config.model_config.dtype,
+    )
+    store.running = lambda: worker.model_runner.input_batch.req_ids
+    return store
+
+
+def left(memory: int, exact: ExactStore | None) -> int:
+    """Bytes for pages, of what vLLM has for its cache.
+
+    Raises
+    ------
+    CapabilityError
+        Exact tokens take all of it.
+    """
+    if exact is None:
+        return memory
+    if memory <= exact.nbytes:
+        raise CapabilityError(
+            f"exact tokens (sink {exact.sink}, recent {exact.recent}) take {exact.bytes_per_request} bytes a request,"
+            f" {exact.nbytes} of max_num_seqs {exact.requests}, and vLLM's cache has {memory}: no page is left; give a"
+            " smaller max_num_seqs (--max-num-seqs), or a larger cache (VLLM_CPU_KVCACHE_SPACE)",
+            code="capability.no-memory-left",
+        )
+    return memory - exact.nbytes
+
+
+def give_pages(model: torch.nn.Module, served: ReadyRecipe, exact: ExactStore | None = None) -> list[LayerPages]:
     """The pages of each layer of a loaded model, told to its attention.
 
     Raises
@@ -187,7 +248,7 @@ def give_pages(model: torch.nn.Module, served: ReadyRecipe) -> list[LayerPages]:
             for stream in STREAMS
         ]
         turn = Unturned() if served.recipe.rotary == "after" else rotation_of(attention, info.head_dim)
-        impl.pages = LayerPages(layer, *rows, turn)
+        impl.pages = LayerPages(layer, *rows, turn, exact)
         plain = attention.attn.get_kv_cache_spec
         attention.attn.get_kv_cache_spec = partial(_coded_spec, plain, page_spec, impl.pages.bytes)
         found.append(impl.pages)

@@ -21,7 +21,7 @@ from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError, CodecNotActive, ParamsError, StorageError
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Model
-from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
+from kvlab.core.recipe import PAGES_VARIABLE, RECIPE_VARIABLE, Recipe
 from kvlab.engines import capability
 from kvlab.engines.base import Part
 from kvlab.engines.hooks import attention_inputs, fused_projection
@@ -40,6 +40,7 @@ def read_recipe(variable: str = RECIPE_VARIABLE) -> RecipeFile:
     CapabilityError
         A codec shares something between tokens. vLLM puts tokens of several requests into one call and
         cuts prompts where it likes, so such a codec's result would depend on who else is being served.
+        Or it keeps tokens exact, which coded pages alone can do.
     """
     path = os.environ[variable]
     try:
@@ -47,6 +48,8 @@ def read_recipe(variable: str = RECIPE_VARIABLE) -> RecipeFile:
     except (StorageError, ParamsError) as error:  # whoever starts vLLM sees no flag that the file could be of
         raise type(error)(f"{variable}: {error}", code=error.code) from None
     refuse_mixed(found.recipe, path)
+    if variable == RECIPE_VARIABLE:
+        refuse_ends(found.recipe, path)
     return found
 
 
@@ -61,10 +64,17 @@ def refuse_mixed(recipe: Recipe, path: str) -> None:
                 f" several requests in one pass; allowed: {', '.join(able)}",
                 code="capability.tokens-together",
             )
+
+
+def refuse_ends(recipe: Recipe, path: str) -> None:
+    """`CapabilityError` for a recipe that keeps tokens exact: what codes K and V as they appear cannot."""
+    for stream in STREAMS:
+        chosen = getattr(recipe, stream)
         if ExactTokens.of(chosen):
             raise CapabilityError(
                 f"{path}: stream {stream} keeps tokens at the ends of a sequence as they are (sink {chosen.sink},"
-                f" recent {chosen.recent}), and a pass of vLLM does not say where its tokens stand; leave both out",
+                f" recent {chosen.recent}), and a pass of vLLM does not say where its tokens stand; leave both out, or"
+                f" serve from coded pages ({PAGES_VARIABLE})",
                 code="capability.ends",
             )
 
@@ -103,7 +113,7 @@ def made_ready(config: VllmConfig, found: RecipeFile) -> ReadyRecipe:
     info = resolve(Model(path=model.model, revision=revision, n_layers=text.num_hidden_layers), loads=False)
     capability.check("vllm", own_dtype(config), "default", info, on_cpu=config.device_config.device_type == "cpu")
     ready = prepared(found, info)
-    codecs = {stream: ready.codec(stream) for stream in STREAMS}
+    codecs = {stream: ready.codec(stream, ends=False) for stream in STREAMS}
     _try_out(codecs, ready.layers, info)
     return ReadyRecipe(ready.recipe, info, ready.calibration_hash, ready.layers, codecs)
 

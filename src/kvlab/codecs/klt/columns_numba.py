@@ -1,6 +1,6 @@
 """Compiled loops of attention over coded blocks: bytes of blocks to components, and scores of keys that are turned.
 
-`pages.hot` reads a token at a time, since a page's tokens lie apart. A block holds a component's digits of all its
+A block holds a component's digits of all its
 tokens side by side (`codecs.klt.planes`): each step is a run over tokens, which a compiler makes vectors of.
 """
 
@@ -12,9 +12,7 @@ import numpy as np
 from numba import uint8
 from numpy.typing import NDArray
 
-from kvlab.codecs.klt.rows_numba import OK, _escaped, compiled
-
-STRIP = 256  # tokens at once: their symbols stay in a near cache
+from kvlab.codecs.klt.tiles_numba import TILE, compiled, gathered, values
 
 
 class Places(NamedTuple):
@@ -36,24 +34,6 @@ class Places(NamedTuple):
     up: NDArray
 
 
-class Order(NamedTuple):
-    """What symbols stand for, in the order of the components.
-
-    Parameters
-    ----------
-    values : array
-        Those of all components (`codecs.klt.trees.Trees`), float32 [all].
-    first : array
-        Where the table of each begins in them, int64 [groups * width].
-    constant : array
-        1 for one without bits, uint8 [groups, width].
-    """
-
-    values: NDArray
-    first: NDArray
-    constant: NDArray
-
-
 @compiled
 def _run(data, low, down, mask, up, symbols):
     """Put the digits that bytes `low`, `low` + 1, ... hold at bit `down` into symbols."""
@@ -63,7 +43,7 @@ def _run(data, low, down, mask, up, symbols):
 
 @compiled
 def _unpack(data, at, tokens, first, last, p, symbols):
-    """Symbols of tokens `first` to `last` of the block at byte `at`, into uint8 [rows, STRIP]."""
+    """Symbols of tokens `first` to `last` of the block at byte `at`, into uint8 [rows, TILE]."""
     symbols[:, : last - first] = 0
     for plane in range(len(p.size)):
         size, begin = p.size[plane], p.start[plane]
@@ -85,32 +65,8 @@ def _unpack(data, at, tokens, first, last, p, symbols):
 
 
 @compiled
-def _values(symbols, count, o, e, z, column, vector, escaped):
-    """Components of `count` tokens' symbols into z, from its column `column` on; a fault or OK."""
-    groups, width = o.constant.shape
-    for group in range(groups):
-        for at in range(width):
-            row = group * width + at
-            if o.constant[group, at] == 0:
-                own, out, values = symbols[row], z[group, at], o.values[o.first[row] :]
-                for token in range(count):
-                    out[column + token] = values[own[token]]
-        for token in range(count if e.there else 0):
-            if symbols[groups * width + group, token]:
-                fault, second = _escaped(symbols[group * width : (group + 1) * width, token], group, e, vector)
-                if fault:
-                    return fault
-                for at in range(width):
-                    usual = o.values[o.first[group * width + at]] if o.constant[group, at] else 0
-                    z[group, at, column + token] = vector[at] - usual
-                z[group, width, column + token] = second
-                escaped[column + token] = 1
-    return OK
-
-
-@compiled
-def components(data, pieces, first, p, o, e, z, escaped):
-    """Components of what a row holds from column `first` on; columns that are in no piece are not written.
+def components(data, pieces, first, p, a, e, symbols, z, further, out, beside):
+    """Components of what a row holds from column `first` on, as a tile's rows; columns in no piece are not written.
 
     Parameters
     ----------
@@ -119,35 +75,36 @@ def components(data, pieces, first, p, o, e, z, escaped):
     pieces : array
         Where a piece's bytes begin, its first column, its tokens, and those of one of its blocks, int64 [pieces, 4].
     first : int
-        Column of the first of z.
-    p, o, e : Places, Order, Escapes
-        Where digits lie, what they stand for, and where escapes lie.
-    z : array
-        Zeros, float32 [groups, width + 1, columns]; written. After a vector's components 1 where it is about the second
-        mean. Of components without bits it is how far they are from their one value, which is 0 but in escaped vectors.
-    escaped : array
-        Zeros, uint8 [columns]; 1 where a vector was escaped.
+        Column of the first of `out`.
+    p : Places
+        Where digits lie.
+    a, e, symbols, z, further
+        See `tiles_numba.values`.
+    out : array
+        float32 [active + 2 * groups, columns], written.
+    beside : Further
+        Written, of all columns.
 
     Returns
     -------
     int
-        OK, or what is wrong with the first vector that cannot be (`reading.FAULTS`).
+        How many `beside` there are, more than it has room for where they do not fit; or a fault below 0.
     """
-    symbols = np.empty((len(o.first) + len(z), STRIP), np.uint8)
-    vector = np.empty(z.shape[1] - 1, np.float32)
+    found = 0
     for number in range(len(pieces)):
         at, column, tokens, size = pieces[number]
         length = _length(p, size)
         for block in range(tokens // size):
             start = column + block * size - first
-            low, high = max(0, -start), min(size, z.shape[2] - start)
-            for token in range(low, high, STRIP):
-                count = min(STRIP, high - token)
+            low, high = max(0, -start), min(size, out.shape[1] - start)
+            for token in range(low, high, TILE):
+                count = min(TILE, high - token)
                 _unpack(data, at + block * length, size, token, token + count, p, symbols)
-                fault = _values(symbols, count, o, e, z, start + token, vector, escaped)
-                if fault:
-                    return fault
-    return OK
+                more = values(symbols, count, a, e, z, further)
+                if more < 0:
+                    return more
+                found = gathered(z, count, start + token, further, more, out, beside, found)
+    return found
 
 
 @compiled
@@ -177,10 +134,10 @@ def scores(k, q, cos, sin, first, out):
         float32 [heads, queries, columns], written.
     """
     half, columns = k.shape[1] // 2, k.shape[2]
-    low, high = np.empty(STRIP, np.float32), np.empty(STRIP, np.float32)
+    low, high = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for head in range(len(k)):
-        for start in range(0, columns, STRIP):
-            stop = min(start + STRIP, columns)
+        for start in range(0, columns, TILE):
+            stop = min(start + TILE, columns)
             out[head, :, start:stop] = 0
             for at in range(half):
                 a, b = k[head, at, start:stop], k[head, at + half, start:stop]

@@ -7,10 +7,12 @@ between the product and the scores, so it has to be made whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlab.codecs.klt.grouping import parted
@@ -55,6 +57,56 @@ class Components:
         inverse = self.plan.inverse.unflatten(2, (per, -1)).transpose(1, 2).flatten(0, 1)
         mean = parted(self.plan.mean, self.heads)
         return torch.baddbmm(mean, mixed.flatten(1, -2), inverse).unflatten(1, mixed.shape[1:-1])
+
+
+PART = 1024  # tokens of which one matrix product makes keys: more of them cost less each, and leave the near cache
+
+
+class Looked(NamedTuple):
+    """Tokens that few queries look at, the same for all layers.
+
+    Tokens are cut into runs of at most `PART` neighbours of one sequence, and runs gathered into parts of at most as
+    many tokens. Where that is done depends on the sequences alone, not on threads.
+
+    Parameters
+    ----------
+    slots : array
+        Where the tokens of all sequences lie, int64 [tokens].
+    until : array
+        The position at which the keys of each query end, int64 [queries].
+    runs : array
+        Of each the first of its tokens, how many they are, the position of the first, the first and the last one of its
+        queries, and how many queries all runs before have, int64 [runs, 6].
+    parts : tuple of (int, int)
+        The first and the last run of each part.
+    """
+
+    slots: NDArray
+    until: NDArray
+    runs: NDArray
+    parts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def at(
+        cls, slots: Tensor, counts: Sequence[int], positions: Sequence[int], starts: Sequence[int], until: Tensor
+    ) -> Looked:
+        """Of sequences: how many of `slots` are each one's, the first one's position, and where its queries begin."""
+        runs, parts, offset, seen, size = [], [], 0, 0, 0
+        for number, (count, position) in enumerate(zip(counts, positions, strict=True)):
+            first, last = starts[number], starts[number + 1]
+            for start in range(0, count, PART):
+                tokens = min(PART, count - start)
+                if not parts or size + tokens > PART:
+                    parts, size = [*parts, (len(runs), len(runs))], 0
+                runs.append((offset + start, tokens, position + start, first, last, seen))
+                parts[-1], size, seen = (parts[-1][0], len(runs)), size + tokens, seen + last - first
+            offset += count
+        found = np.array(runs, np.int64).reshape(-1, 6)
+        return cls(slots.numpy(), until.numpy(), found, tuple(parts))
+
+    def queries(self) -> Tensor:
+        """The query of each of those that runs have, int64 [sum over runs]."""
+        return torch.cat([torch.arange(first, last) for first, last in self.runs[:, 3:5].tolist()])
 
 
 def refuse(fault: int) -> None:

@@ -1,28 +1,31 @@
-"""`klt`'s rows read by the loop that numba compiles: its tables as arrays, and the threads that run it."""
+"""`klt`'s rows read by the loops that numba compiles: a plan's tables as their arrays, and what calls them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.codecs.klt import rows_numba
+from kvlab.codecs.klt import tiles_numba
 from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
-from kvlab.codecs.klt.escapes import Tails
+from kvlab.codecs.klt.halves import scratch
 from kvlab.codecs.klt.plain import turn
-from kvlab.codecs.klt.reading import digits_of, plain_of, refuse
+from kvlab.codecs.klt.reading import Components, Looked, digits_of, plain_of, refuse
 from kvlab.codecs.klt.synthesis import Synthesis
+from kvlab.codecs.klt.tiles_numba import TILE, Further
 from kvlab.codecs.shared.apart import apart
 
 SHARE = 256  # tokens that are worth a thread of their own
+BESIDE = 8192  # values of components without bits that escaped vectors of a part may hold; usual ones hold some 20
 
 
-class NumbaLoop:
-    """Reads rows in the memory of a CPU (`reading.Loop`).
+class Tables:
+    """A layer's tables as the compiled loops read them, and the way from a tile's rows to tokens.
 
     Parameters
     ----------
@@ -31,8 +34,45 @@ class NumbaLoop:
     """
 
     def __init__(self, plan: Synthesis):
-        self.groups, self.width = plan.groups, plan.width
-        self.digits, self.escapes = arrays_of(plan), escapes_of(plan)
+        self.plan, self.groups, self.width = plan, plan.groups, plan.width
+        self.active, self.escapes = active_of(plan), escapes_of(plan)
+        self.lines = len(self.active.component) + 2 * plan.groups
+
+    def room(self) -> tuple[NDArray, NDArray, Further]:
+        """What `tiles_numba.values` works in: symbols, components, and what escaped vectors hold beside them."""
+        symbols = np.empty((self.groups * (self.width + 1), TILE + 64), np.uint8)
+        most = TILE * self.groups * self.width if self.escapes.there else 0
+        return symbols, scratch("tile", self.lines, TILE + 16).numpy(), further(most)
+
+    def to_tokens(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+        """What makes tokens less their mean of a tile's rows, of each group [rows, width].
+
+        In float32 in memory that the next call in this thread is given too.
+        """
+        back, out = self.plan.back, scratch("to_tokens", self.lines, self.width)
+        arrays = back.values.view(torch.uint16), back.row[..., 0], back.column[:, 0], self.plan.shift[:, 0]
+        tiles_numba.to_tokens(*(part.numpy() for part in arrays), self.active, out.numpy())
+        return out.to(dtype).split(self.rows)
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Rows of a tile that each group has."""
+        return np.diff(self.active.end, prepend=-2).tolist()
+
+    def beside(self, held: Further, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and groups int64 [count] of what lies beside, and what it adds to each, float32 [count, width]."""
+        token, component, value = (torch.from_numpy(part[:count]) for part in held)
+        group, own, back = component.long() // self.width, component.long() % self.width, self.plan.back
+        more = back.values[group, own].float() * (back.row[group, own] * value[:, None]) * back.column[group, 0]
+        return token.long(), group, more
+
+
+class TileLoop(Tables):
+    """Reads rows in the memory of a CPU (`reading.Loop`)."""
+
+    def __init__(self, plan: Synthesis):
+        super().__init__(plan)
+        self.bytes = plan.planes.bytes(1)
 
     def __call__(self, rows: Tensor, slots: Tensor, first: int) -> Tensor:
         """See `reading.Loop`."""
@@ -42,11 +82,127 @@ class NumbaLoop:
 
         def part(number: int) -> int:
             own = slice(len(which) * number // threads, len(which) * (number + 1) // threads)
-            return rows_numba.components(pages, which[own], first, self.digits, self.escapes, out[:, own])
+            return tiles_numba.vectors(pages, which[own], first, *self.tables(), out[:, own])
 
-        for fault in [part(0)] if threads == 1 else pool(threads).map(part, range(threads)):
+        for fault in in_threads(part, threads):
             refuse(fault)
         return torch.from_numpy(out)
+
+    def tables(self) -> tuple:
+        """What `tiles_numba.tile` reads, and what it works in."""
+        return self.active, self.escapes, np.empty((self.bytes, TILE), np.uint8), *self.room()
+
+
+class TileAttention:
+    """Attention of few queries over rows of one layer.
+
+    K is made whole by a matrix product in the model's dtype. In bfloat16 its components, of which few bits are known,
+    and the matrix are rounded to 8 bits, and so is what comes out, before the mean is added, which may be large. Of V
+    the components are summed by weight, and one product for each query makes tokens of them.
+
+    Parameters
+    ----------
+    k, v : Components
+        Of the layer, read by a `TileLoop`.
+    """
+
+    def __init__(self, k: Components, v: Components):
+        self.k, self.v = k, v
+        self.mean = k.plan.mean.flatten().numpy()
+
+    def __call__(
+        self, rows: Tensor, first: int, x: Looked, q: Tensor, turning: tuple[NDArray, NDArray], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Means of values by the softmax over what queries look at, and the logarithms of the sums under it.
+
+        Parameters
+        ----------
+        rows : Tensor
+            All pages as rows uint8 [slots, bytes]; K's bytes come first.
+        first : int
+            Where V's begin.
+        x : Looked
+            Which tokens.
+        q : Tensor
+            Queries, scaled, float32 [queries, heads, head_dim].
+        turning : pair of array
+            Cosines and sines float32 [head_dim / 2, positions] that K is turned by; of no positions where it is not.
+        dtype : torch.dtype
+            That K is made in.
+
+        Returns
+        -------
+        mean : Tensor
+            float32 [queries, heads, head_dim]; finite where a query sees nothing.
+        log_sum : Tensor
+            float32 [queries, heads]; -inf there.
+
+        Raises
+        ------
+        StreamError
+            A row is none that could have been written.
+        """
+        queries, heads, _ = q.shape
+        of_runs = x.queries()
+        seen = tiles_numba.Seen(
+            np.full(len(of_runs) * heads, -np.inf, np.float32),
+            np.zeros(len(of_runs) * heads, np.float32),
+            np.zeros((len(of_runs) * heads, self.v.read.width + 1), np.float32),
+        )
+        flat, pages, to_keys = q.flatten(0, 1).contiguous().numpy(), rows.numpy(), self.k.read.to_tokens(dtype)
+        turned = tiles_numba.Turned(self.mean, *turning)
+
+        def part(number: int) -> int:
+            runs = x.runs[slice(*x.parts[number])].copy()
+            begin, end = int(runs[0, 0]), int(runs[-1, :2].sum())
+            slots, runs[:, 0] = x.slots[begin:end], runs[:, 0] - begin
+            k = self._keys(rows, slots, to_keys)
+            tables = self.v.read.tables()
+            return tiles_numba.attend(runs, pages, slots, first, *tables, k, turned, heads, flat, x.until, seen)
+
+        for fault in in_threads(part, len(x.parts)):
+            refuse(fault)
+        return self._joined(seen, of_runs, queries, heads)
+
+    def _keys(self, rows: Tensor, slots: NDArray, to_keys: tuple[Tensor, ...]) -> NDArray:
+        """K less its mean, float32 [groups * width, n]."""
+        loop, held = self.k.read, further(BESIDE)
+        z = scratch("components", loop.lines, len(slots))
+        out = scratch("keys", loop.groups * loop.width, len(slots))
+        count = tiles_numba.components(rows.numpy(), slots, 0, *loop.tables(), z.numpy(), held)
+        refuse(max(-count, 0))
+        if count > BESIDE:
+            whole = loop(rows, torch.from_numpy(slots), 0) @ self.k.plan.inverse
+            return out.copy_(whole.mT.flatten(0, 1)).numpy()
+        keys = out.split(loop.width)
+        for own, matrix, part in zip(keys, to_keys, z.split(loop.rows), strict=True):
+            own.copy_(matrix.mT @ part.to(matrix.dtype))
+        if count:
+            token, group, more = loop.beside(held, count)
+            for number, own in enumerate(keys):
+                at = group == number
+                own.index_add_(1, token[at], more[at].T)
+        return out.numpy()
+
+    def _joined(self, seen: tiles_numba.Seen, of_runs: Tensor, queries: int, heads: int) -> tuple[Tensor, Tensor]:
+        """What runs have seen, of all runs of a query (`pages.attention.joined`, of any number of parts)."""
+        top, weight, total = (torch.from_numpy(part).unflatten(0, (-1, heads)) for part in seen)
+        if len(of_runs) > queries:
+            best = top.new_full((queries, heads), -torch.inf)
+            best.scatter_reduce_(0, of_runs[:, None].expand_as(top), top, "amax")
+            share = torch.exp(top - best.masked_fill(best == -torch.inf, 0.0)[of_runs])
+            weight = weight.new_zeros(queries, heads).index_add_(0, of_runs, weight * share)
+            total = total.new_zeros(queries, *total.shape[1:]).index_add_(0, of_runs, total * share[..., None])
+            top = best
+        mean = total / weight.masked_fill(weight == 0, 1.0)[..., None]
+        by_head = mean.unflatten(1, (self.k.heads, -1)).transpose(0, 1)
+        return self.v.finished(by_head).transpose(0, 1).flatten(1, 2), top + weight.log()
+
+
+def in_threads(part: Callable[[int], int], parts: int) -> Iterator[int]:
+    """What the parts of a piece of work answer, in torch's number of threads."""
+    threads = min(torch.get_num_threads(), parts)
+    return map(part, range(parts)) if threads < 2 else pool(threads).map(part, range(parts))
 
 
 @cache
@@ -55,13 +211,39 @@ def pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="kvlab-pages")
 
 
-def arrays_of(plan: Synthesis) -> rows_numba.Digits:
-    """The digits of all planes one after the other, and what symbols stand for."""
+def further(most: int) -> Further:
+    """Room for so many values."""
+    return Further(np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32))
+
+
+def digits(plan: Synthesis) -> tuple[Tensor, ...]:
+    """Digits of all planes one after the other: symbol, byte, down, mask and up (`reading.PlaneDigits`)."""
     found = digits_of(plan.planes)
     symbol, byte, down, up = (torch.cat(parts) for parts in list(zip(*found, strict=True))[1:])
     mask = torch.cat([torch.full_like(own.up, (1 << own.size) - 1) for own in found])
-    small = [part.to(torch.uint8).numpy() for part in (down, mask, up)]
-    return rows_numba.Digits(symbol.int().numpy(), byte.int().numpy(), *small, *values_of(plan))
+    return symbol.int(), byte.int(), *(part.to(torch.uint8) for part in (down, mask, up))
+
+
+def active_of(plan: Synthesis) -> tiles_numba.Active:
+    """The components of a plan that have bits, and where their digits lie."""
+    widths, (symbol, byte, *bits) = plan.widths.flatten(), digits(plan)
+    order = symbol.argsort(stable=True)
+    component = widths.nonzero()[:, 0].int()
+    group = component // plan.width
+    row = torch.arange(len(component), dtype=torch.int32) + 2 * group
+    place = torch.full((plan.rows,), -1, dtype=torch.int32)
+    place[component.long()] = row
+    edges = torch.searchsorted(symbol[order], torch.cat((component, component.new_tensor([plan.rows])))).int()
+    end = torch.bincount(group, minlength=plan.groups).cumsum(0) + 2 * torch.arange(plan.groups)
+    values, first = values_of(plan)
+    return tiles_numba.Active(
+        *(part.numpy() for part in (component, row, edges, byte[order], *(part[order] for part in bits))),
+        values,
+        first[component.numpy()],
+        place.numpy(),
+        np.where(widths.numpy() == 0, values[first], np.float32(0)),
+        end.int().numpy(),
+    )
 
 
 def values_of(plan: Synthesis) -> tuple[NDArray, NDArray]:
@@ -69,20 +251,35 @@ def values_of(plan: Synthesis) -> tuple[NDArray, NDArray]:
     return plan.trees.values.numpy(), plan.trees.first.flatten().numpy()
 
 
-def escapes_of(plan: Synthesis) -> rows_numba.Escapes:
+def escapes_of(plan: Synthesis) -> tiles_numba.Escapes:
     """Where the escapes of a layer lie; of none, arrays without content and of the same kinds."""
-    tails: Tails | None = plan.tails if plan.escaping else None
-    short, byte, real = (torch.zeros(0, dtype=kind) for kind in (torch.int16, torch.uint8, torch.float32))
-    if tails is None:
-        found = [short.view(0, 0), byte.view(0, 0), byte.view(0, 0, 0), short.int().view(0, 0, 0), real, real, real]
+    kinds = torch.int16, torch.int32, torch.uint8, torch.float32
+    short, whole, byte, real = (torch.zeros(0, dtype=kind) for kind in kinds)
+    if not plan.escaping:
+        none = short.view(0, 0), byte.view(0, 0), byte.view(0, 0, 0), whole.view(0, 0, 0)
+        arrays = [whole, byte, *none, whole, whole.view(0, 0), real, real, real]
+        counts, plain = (0, 0), ()
     else:
-        found = [tails.component, tails.place, tails.lost, tails.start, tails.trees.values, tails.scales, halves()]
-    counts = (tails.index_bits, tails.room) if tails else (0, 0)
-    plain = tails.plain if tails else ()
+        tails, (symbol, own, down, *_) = plan.tails, digits(plan)
+        losing, first_losing = losing_of(tails.lost)
+        flag = symbol >= plan.rows
+        arrays = [own[flag], down[flag], tails.component, tails.place, tails.lost, tails.start]
+        arrays += [losing, first_losing, tails.trees.values, tails.scales, halves()]
+        counts, plain = (tails.index_bits, tails.room), tails.plain
     units = torch.tensor([own.unit for own in plain], dtype=torch.float64)
-    found += [*plain_of(plain, plan.width), turn(plan.width), units, plan.deviation]
-    arrays = [part.contiguous().numpy() for part in found]
-    return rows_numba.Escapes(tails is not None, *arrays[:7], *counts, *arrays[7:])
+    last = [*plain_of(plain, plan.width), back_turn(plan.width), units, plan.deviation]
+    arrays, last = ([part.contiguous().numpy() for part in parts] for parts in (arrays, last))
+    return tiles_numba.Escapes(plan.escaping, *arrays, *counts, *last)
+
+
+def losing_of(lost: Tensor) -> tuple[Tensor, Tensor]:
+    """The components that give up bits, and where those of a group and count begin, of `Tails.lost`."""
+    some = lost > 0
+    ends = some.sum(2).flatten().cumsum(0)
+    first = torch.nn.functional.pad(ends, (1, 0))
+    counts = lost.shape[1]
+    edges = torch.stack([first[group * counts : (group + 1) * counts + 1] for group in range(len(lost))])
+    return some.nonzero()[:, 2].int(), edges.int()
 
 
 @cache
@@ -90,3 +287,10 @@ def escapes_of(plan: Synthesis) -> rows_numba.Escapes:
 def halves() -> Tensor:
     """The number that each 16 bits stand for, float32 [65536]."""
     return value_of(low_bits(torch.arange(1 << VALUE_BITS), VALUE_BITS))
+
+
+@cache
+@apart
+def back_turn(width: int) -> Tensor:
+    """`plain.turn` as rows of coefficients, float32 [width, width]."""
+    return turn(width).T.float().contiguous()

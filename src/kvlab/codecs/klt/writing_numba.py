@@ -15,10 +15,10 @@ from torch import Tensor
 from kvlab.codecs.base import all_finite
 from kvlab.codecs.klt.codec import Plan
 from kvlab.codecs.klt.grouping import centred
-from kvlab.codecs.klt.reading_numba import arrays_of
+from kvlab.codecs.klt.reading_numba import digits, values_of
 from kvlab.codecs.klt.rows import KltRows
-from kvlab.codecs.klt.rows_numba import compiled
 from kvlab.codecs.klt.scales import LOUD, NEAR
+from kvlab.codecs.klt.tiles_numba import compiled
 
 HALF = np.float32(0.5)
 SLACK = 1.02  # more than the chooser's own: what it would look at is looked at
@@ -26,12 +26,37 @@ FEW = 512  # tokens up to which a loop over each is sooner than torch over all: 
 NARROW = 1e-4  # of the range that the chooser does not look at, which rounds it otherwise
 
 
+class Digits(NamedTuple):
+    """Where the digits of a token's symbols lie, and what the symbols stand for.
+
+    Parameters
+    ----------
+    symbol, byte : array
+        Which symbol each digit is of, and its byte in the row, int32 [digits].
+    down, mask, up : array
+        The digit is ``(byte >> down & mask) << up`` of its symbol, uint8 [digits].
+    values : array
+        Those of all components (`codecs.klt.trees.Trees`), float32 [all].
+    first : array
+        Where the table of each begins in them, int64 [groups * width].
+    """
+
+    symbol: NDArray
+    byte: NDArray
+    down: NDArray
+    mask: NDArray
+    up: NDArray
+    values: NDArray
+    first: NDArray
+
+
 class QuickRows(KltRows):
     """The same rows, sooner."""
 
     def __init__(self, rows: KltRows):
         self.site, self.plan, self.bytes = rows.site, rows.plan, rows.bytes
-        self.digits, self.usual = arrays_of(self.plan), usual_of(self.plan)
+        arrays = (part.numpy() for part in digits(self.plan))
+        self.digits, self.usual = Digits(*arrays, *values_of(self.plan)), usual_of(self.plan)
         self.counts = ((1 << self.plan.widths.flatten()) - 1).to(torch.uint8).numpy()
 
     @torch.no_grad()

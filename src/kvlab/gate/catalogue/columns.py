@@ -192,6 +192,10 @@ COLUMNS: tuple[RowColumn, ...] = (
     _observed("cache_memory_bytes", int, "memory that it was given for them", unit="bytes", low=1),
     _observed("capacity_tokens", int, "tokens that fit into them", unit="tokens", low=1),
     _observed(
+        "exact_bytes", int, "bytes of a request's tokens that are read exact, beside blocks", unit="bytes", low=1
+    ),
+    _observed("exact_requests", int, "requests whose exact tokens are taken from that memory", low=1),
+    _observed(
         "stored_span",
         str,
         "which tokens the mechanism stores: those of the context, or of the whole window",

@@ -357,8 +357,9 @@ def _cache_dtypes(mechanism: Mechanism | None) -> set[str]:
 def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[Reason]:
     """What a row says of itself that its evidence saw otherwise, or of counts not at all; what it leaves out is none.
 
-    Contexts of other lengths take other bytes for a value: what is stored once for all tokens is shared by others, and
-    a window reads as much of a long one as of a short one. What a row's steps read is that of its own eval's contexts.
+    Contexts of other lengths take other bytes for a value: what is stored once for all tokens is shared by others, as
+    are the tokens that each request keeps exact, and a window reads as much of a long one as of a short one. What a
+    row's steps read is that of its own eval's contexts.
     """
     observed, own = evidence.observed, evidence.quality_eval_id == row.get("quality_eval_id")
     for name in ("kv_cache_dtype", "cache_class", "codec", "backend"):
@@ -374,7 +375,8 @@ def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[R
     numbers |= dict.fromkeys(COUNTED) | ({"read_bytes": observed.read_bytes} if own else {})
     if observed.pool is not None:
         numbers |= observed.pool.model_dump() | {"capacity_tokens": observed.pool.capacity_tokens}
-    if observed.kv_values > 0 and not entry.own_contexts:
+    alike = own or observed.pool is None or not observed.pool.exact_bytes
+    if observed.kv_values > 0 and not entry.own_contexts and alike:
         numbers["bits_per_value"] = observed.bits_per_value
     yield from _other_numbers(row, numbers, {"bits_per_value": ROUNDED if own else OTHER_TEXT})
 

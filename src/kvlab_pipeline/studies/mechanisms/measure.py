@@ -334,13 +334,13 @@ class MechanismsPart:
 
 
 def paged_counts(found: list[tuple[Window, Found]], info: ModelInfo) -> dict[str, int]:
-    """What went into coded pages: each token takes what the engine's own page has for it."""
+    """What went into coded pages: each token takes what the engine's own page has for it, and a window's exact ones."""
     (pool,) = {Pool(**one.note["pool"]) for _, one in found}
     tokens = sum(len(window.ids) for window, _ in found)
     return {
         "fires": sum(one.note["fires"] for _, one in found),
         "expected_fires": 2 * info.n_layers * len(found),
-        "kv_bytes": tokens * pool.block_bytes // pool.block_tokens,
+        "kv_bytes": tokens * pool.block_bytes // pool.block_tokens + len(found) * pool.exact_bytes,
         "kv_values": tokens * info.values_per_token,
     }
 

@@ -11,7 +11,7 @@ from kvlab.attention.named import EVICTIONS, mechanism
 from kvlab.codecs.catalogue import KEPT_WHOLE, LADDERED, Finished, Laddered
 from kvlab.core.errors import UserError, suggestion
 from kvlab.core.params import Params, Section
-from kvlab.core.recipe import DType, Protocol
+from kvlab.core.recipe import PAGES_EXACT, DType, Protocol
 from kvlab.core.settings import Bits
 
 PATTERNED = ("block_sparse", "window", "chunk_summary")  # kinds of `patterns`
@@ -54,6 +54,12 @@ class Mechanisms(Section):
         default=(),
         description="codecs whose bytes vLLM's own cache holds, at each of `bits`, on a CPU: the backend that"
         " `vllm serve` runs with KVLAB_PAGES; none: leave them out",
+    )
+    pages_sink: int = Field(
+        default=4, ge=0, le=PAGES_EXACT["sink"], description="first tokens of a request that `pages` read exact"
+    )
+    pages_recent: int = Field(
+        default=128, ge=0, le=PAGES_EXACT["recent"], description="newest tokens of a request that `pages` read exact"
     )
     caches: tuple[Laddered, ...] = Field(
         default=(),

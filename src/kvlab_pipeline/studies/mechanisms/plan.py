@@ -154,7 +154,8 @@ def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: 
 
 def _paged(params: Params, engine: str, codec: str, bits: int) -> PlannedVariant:
     label, name = f"{codec} {bits} pages", f"{codec}_pages"
-    cell = _cell(params, engine, codec, bits, "in_forward", label)
+    kept = {"sink": params.mechanisms.pages_sink, "recent": params.mechanisms.pages_recent}
+    cell = _of_all_layers(params, engine, named_recipe(codec, bits, params=params, **kept), "in_forward", label)
     return PlannedVariant(
         label, _mechanism(codec), name, method=name, scope="kv_cache", bits=bits, cell=cell, paged=True
     )

@@ -215,7 +215,8 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
             raise WitnessDisagrees(f"{path}: no witness computed {row.label} again; measure again", code="witness.none")
         for run in row.evals:
             stored = 8 * run.kv_bytes / run.kv_values
-            if row.pool and run.kv_bytes * row.pool.block_values != run.kv_values * row.pool.block_bytes:
+            paged = run.kv_bytes - run.items * row.pool.exact_bytes if row.pool else 0
+            if row.pool and paged * row.pool.block_values != run.kv_values * row.pool.block_bytes:
                 raise Fault(
                     f"{path}: {row.label} stores {stored:.4g} bits a value in {run.quality_eval_id}; the engine's pages"
                     f" take {8 * row.pool.block_bytes / row.pool.block_values:.4g}",

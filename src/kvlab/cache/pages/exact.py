@@ -1,0 +1,279 @@
+"""Recent tokens and sinks beside coded pages: each running request's newest and first tokens as they were computed.
+
+The query at position p reads the key at t as it was computed where p - t < `recent`, or t < `sink`, and coded
+otherwise. What a request took from the prefix cache is coded for all who share it: of the first h tokens, h those that
+it took when it was admitted, all are read coded, and no sink is left. So what is read is a matter of positions alone,
+and neither of how a prompt was cut nor of who else is in the step. Every token is in its page too, coded from its exact
+value when it came, so that pages are complete whenever they are shared or given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.cache.pages.attention import Attended, ExactStep, ServerStep, nothing
+from kvlab.codecs.shared.exact_tokens import ExactTokens as Ends
+from kvlab.core.errors import CapabilityError, CodecNotActive
+from kvlab.core.recipe import PAGES_EXACT, Recipe
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+QUERIES = 128  # of a sequence that attend at once: each sees as many recent keys, and no more are looked at
+
+
+def kept_exact(recipe: Recipe, path: str) -> tuple[int, int]:
+    """A recipe's `sink` and `recent`, as pages keep them.
+
+    Raises
+    ------
+    CapabilityError
+        K and V name others, they are more than pages keep, or tokens of an incomplete block are to be kept.
+    """
+    kept = {stream: Ends.of(getattr(recipe, stream)) for stream in ("k", "v")}
+    for stream, own in kept.items():
+        if own.block:
+            raise CapabilityError(
+                f"{path}: stream {stream} has ragged: exact, and coded pages have no blocks that wait to be complete;"
+                " give ragged: coded",
+                code="capability.ends",
+            )
+        for name, most in PAGES_EXACT.items():
+            if not 0 <= getattr(own, name) <= most:
+                raise CapabilityError(
+                    f"{path}: {name} of stream {stream} is {getattr(own, name)}; allowed in coded pages: 0 to {most}",
+                    code="capability.ends",
+                )
+    if kept["k"] != kept["v"]:
+        said = ", ".join(f"stream {stream} has sink {own.sink}, recent {own.recent}" for stream, own in kept.items())
+        raise CapabilityError(
+            f"{path}: {said}; coded pages keep K and V of the same tokens exact: give both the same",
+            code="capability.ends",
+        )
+    return kept["k"].sink, kept["k"].recent
+
+
+class Place(NamedTuple):
+    """What a running request has: its row of the store, and how many tokens it took from the prefix cache."""
+
+    row: int
+    taken: int
+
+    def first(self, sink: int, length: int) -> int:
+        """Where the coded tokens of its `length` tokens begin."""
+        return 0 if self.taken else min(sink, length)
+
+
+class ExactStore:
+    """Exact K and V of all running requests, all layers, by request.
+
+    Memory that no request has used yet is not resident.
+
+    Parameters
+    ----------
+    sink, recent : int
+        How many first and last tokens of a request, the token itself included.
+    requests : int
+        That run at once, at most.
+    layers, kv_heads, head_dim : int
+        Of the model.
+    dtype : torch.dtype
+        That it computes in.
+    """
+
+    def __init__(
+        self, sink: int, recent: int, requests: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ):
+        self.sink, self.recent, self.requests = sink, recent, requests
+        shape = (layers, 2, requests, kv_heads, self.tokens, head_dim)
+        self.bytes_per_request = layers * 2 * self.tokens * kv_heads * head_dim * dtype.itemsize
+        # numpy's zeros are given by the system when they are first written to, torch's at once
+        memory = np.zeros(self.nbytes, dtype=np.uint8)
+        self.values = torch.from_numpy(memory).view(dtype).view(shape)
+        self._free = list(range(requests))[::-1]
+        self._places: dict[str, Place] = {}
+        self.running: Callable[[], Sequence[str]] = list  # names of a step's requests, as vLLM's runner orders them
+
+    @property
+    def tokens(self) -> int:
+        """Places of a request."""
+        return self.sink + self.recent
+
+    @property
+    def nbytes(self) -> int:
+        """Of all requests."""
+        return self.requests * self.bytes_per_request
+
+    def follow(self, scheduled: SchedulerOutput) -> None:
+        """Give places to the requests that a step of vLLM admits, and take back those of requests that left.
+
+        Raises
+        ------
+        CodecNotActive
+            More requests run than there are places for.
+        """
+        for name in (*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())):
+            if name in self._places:
+                self._free.append(self._places.pop(name).row)
+        for new in scheduled.scheduled_new_reqs:
+            self._admit(new.req_id, new.num_computed_tokens)
+        running = scheduled.scheduled_cached_reqs
+        for name, computed in zip(running.req_ids, running.num_computed_tokens, strict=True):
+            if name in running.resumed_req_ids:
+                self._admit(name, computed)
+
+    def _admit(self, name: str, taken: int) -> None:
+        if not self._free and name not in self._places:
+            raise CodecNotActive(
+                f"request {name} has no place for its exact tokens: {self.requests} requests have theirs, all that"
+                " vLLM said would run at once (max_num_seqs)",
+                code="not-active.exact-tokens",
+            )
+        row = self._places[name].row if name in self._places else self._free.pop()
+        self._places[name] = Place(row, taken)
+
+    def coded(self, scheduled: SchedulerOutput) -> int:
+        """Tokens that a step has to read coded, over all its sequences."""
+        running = scheduled.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        computed |= dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+        return sum(
+            max(place.taken, length - self.recent, first := place.first(self.sink, length)) - first
+            for place, length in (
+                (self._places[name], computed[name] + count) for name, count in scheduled.num_scheduled_tokens.items()
+            )
+        )
+
+    def beside(self, step: ServerStep, names: Sequence[str]) -> ServerStep:
+        """A step whose sequences are of these requests, with what is read exact.
+
+        Raises
+        ------
+        CodecNotActive
+            A sequence is of a request that no step admitted.
+        """
+        unknown = [name for name in names if name not in self._places]
+        if unknown or len(names) != len(step.lengths):
+            raise CodecNotActive(
+                f"a step of {len(step.lengths)} sequences is of requests {', '.join(names)}, of which"
+                f" {', '.join(unknown) or 'none'} was not admitted",
+                code="not-active.exact-tokens",
+            )
+        own = [self._places[name] for name in names]
+        firsts = [place.first(self.sink, length) for place, length in zip(own, step.lengths, strict=True)]
+        first, length = torch.tensor(firsts), torch.tensor(step.lengths)
+        rows = torch.tensor([place.row for place in own])
+        low = torch.tensor([place.taken for place in own]).maximum(first)
+        counts = torch.tensor(step.starts).diff()
+        of, position = torch.arange(len(names)).repeat_interleave(counts), step.positions()
+        until = torch.maximum(low[of], position + 1 - self.recent)
+
+        sinks, recents = position < first[of], position >= length[of] - self.recent
+        sources = torch.cat([sinks.nonzero()[:, 0], recents.nonzero()[:, 0]])
+        places = torch.cat([position[sinks], self.place(position[recents])])
+
+        single = torch.tensor(step.starts[:-1])[counts == 1]
+        last, at = position[single][:, None], torch.arange(self.tokens)
+        newest = last - (last + self.sink - at) % max(1, self.recent)  # of the tokens that this place of the ring had
+        as_sink = (at < first[of[single]][:, None]) & (at <= last)
+        seen = torch.where(at < self.sink, as_sink, newest >= until[single][:, None])
+        exact = ExactStep(rows, sources, rows[of[sources]], places, single, rows[of[single]], seen, self.place)
+        return replace(step, first=tuple(firsts), until=until, exact=exact)
+
+    def place(self, position: Tensor) -> Tensor:
+        """Where a request's recent tokens at these positions lie among its places: a ring after its sinks."""
+        return self.sink + position % max(1, self.recent)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, store: Tensor, step: ServerStep, scale: float) -> Attended:
+    """Attention of a step's queries over the tokens that each of them reads exact, which are stored for later steps.
+
+    Parameters
+    ----------
+    query : Tensor
+        [tokens, heads, head_dim].
+    key, value : Tensor
+        Of the step's own tokens, as attention sees them [tokens, kv_heads, head_dim].
+    store : Tensor
+        The exact K and V of one layer [2, requests, kv_heads, places, head_dim] (`ExactStore.values`).
+    step : ServerStep
+        With its `exact`.
+    scale : float
+        Of the scores.
+    """
+    exact, found = step.exact, nothing(query)
+    own = torch.stack([key, value])
+    for row, (start, stop) in enumerate(zip(step.starts, step.starts[1:], strict=False)):
+        if stop - start > 1:  # before the step's tokens are stored: they take the places of what its first ones see
+            _chunk(query[start:stop], own[:, start:stop], store[:, exact.rows[row]], step, row, scale, found)
+    store[:, exact.stored_rows, :, exact.places] = own[:, exact.sources].transpose(0, 1)
+    if len(exact.single):
+        q = query[exact.single].view(len(exact.single), store.shape[2], -1, query.shape[-1])
+        k, v = store[:, exact.single_rows]
+        mean, log_sum = softmax_over(q, k, v, exact.single_seen[:, None, None], scale)
+        found.mean[exact.single], found.log_sum[exact.single] = mean.flatten(1, 2), log_sum.flatten(1)
+    return found
+
+
+def _chunk(
+    query: Tensor, own: Tensor, stored: Tensor, step: ServerStep, row: int, scale: float, found: Attended
+) -> None:
+    """Of one sequence's queries, over stored tokens [2, kv_heads, places, head_dim] and their own, a few at a time."""
+    start, length, sinks = step.starts[row], step.lengths[row], step.first[row]
+    begin, heads = length - len(query), query.shape[1]
+    until = step.until[start : start + len(query)]
+    band = min(int(until[0]), length)  # where the recent tokens begin of which some query sees one
+    before = [torch.arange(min(sinks, begin)), step.exact.place(torch.arange(band, max(band, begin)))]
+    parts = [
+        stored[:, :, before[0]],
+        own[:, : max(0, sinks - begin)].transpose(1, 2),
+        stored[:, :, before[1]],
+        own[:, max(0, band - begin) :].transpose(1, 2),
+    ]
+    kv, positions = torch.cat(parts, dim=2), torch.cat([torch.arange(sinks), torch.arange(band, length)])
+    for first in range(0, len(query), QUERIES):
+        own_queries = slice(first, min(first + QUERIES, len(query)))
+        last = begin + own_queries.stop
+        low = min(int(until[first]), last)
+        keys = torch.cat([torch.arange(min(sinks, last)), sinks + torch.arange(low - band, max(low, last) - band)])
+        if not len(keys):  # of which the kernel cannot be asked
+            continue
+        position, at = torch.arange(begin + first, last)[:, None], positions[keys]
+        seen = (at <= position) & ((at < sinks) | (at >= until[own_queries, None]))
+        q = query[own_queries].view(len(position), kv.shape[1], -1, kv.shape[-1]).permute(1, 2, 0, 3)
+        mean, log_sum = softmax_over(q.flatten(1, 2)[None], *kv[:, None, :, keys], seen.repeat(q.shape[1], 1), scale)
+        rows = slice(start + first, start + own_queries.stop)
+        found.mean[rows] = mean.view(heads, len(position), -1).transpose(0, 1)
+        found.log_sum[rows] = log_sum.view(heads, -1).T
+
+
+def softmax_over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Attended:
+    """Attention by torch's kernel for a CPU, which also gives the sum of a softmax and accumulates in float32.
+
+    Parameters
+    ----------
+    q : Tensor
+        [n, kv_heads, queries, head_dim].
+    k, v : Tensor
+        [n, kv_heads, keys, head_dim], of the same dtype.
+    seen : Tensor
+        Which keys each query sees, bool, of a shape that expands to [n, kv_heads, queries, keys].
+
+    Returns
+    -------
+    Attended
+        Of [n, kv_heads, queries].
+    """
+    bias = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
+    bias = bias.expand(len(q), 1, q.shape[2], k.shape[2])
+    mean, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=bias, scale=scale
+    )
+    blind = ~seen.any(-1)
+    return Attended(mean.float(), log_sum.masked_fill(blind.expand(log_sum.shape), -torch.inf))

@@ -1,0 +1,664 @@
+"""The loops that serving spends its time in, compiled by numba: rows of `klt` to attention, a tile of tokens at a time.
+
+A token's bytes lie together in a page. A tile turns that round: what tokens hold of one component lies side by side, so
+that each step is a run over tokens, which a compiler makes vectors of. What torch does in some thirty passes over
+arrays (`Planes.unpack`, `Synthesis`, `Tails.read`) is one pass here. vLLM depends on numba; where it is not installed,
+nothing imports this module, and torch does all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import float32, int32, njit, uint8
+from numpy.typing import NDArray
+
+from kvlab.codecs.klt.bits import VALUE_BITS
+from kvlab.codecs.klt.fields import COUNT_BITS
+from kvlab.codecs.klt.reading import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
+from kvlab.codecs.klt.scales import PLAIN, SCALE_BITS
+
+TILE = 256  # tokens: their symbols and components stay in a near cache, and a step over them pays its beginning
+SCALE_END = COUNT_BITS + SCALE_BITS
+
+SUMS = {"contract", "reassoc", "nsz"}
+"""What a compiler may do to sums: take them in another order, as a matrix product would. NaN and infinity stay."""
+
+
+class Active(NamedTuple):
+    """The components that have bits, in their order, and where their digits lie in a row.
+
+    Of each group two rows of a tile follow its components: the scale that its tokens are coded at, and whether they
+    are about the second mean.
+
+    Parameters
+    ----------
+    component : array
+        Which ones of all groups' components, int32 [active].
+    row : array
+        The row of a tile that each has, int32 [active].
+    digit : array
+        Where the digits of each begin in the next four, and the last one's end, int32 [active + 1].
+    byte, down, mask, up : array
+        A digit's byte in a token's row, int32; it is ``(byte >> down & mask) << up`` of the symbol, uint8 [digits].
+    values : array
+        Those of all components (`codecs.klt.trees.Trees`), float32 [all].
+    table : array
+        Where the table of each active component begins in them, int64 [active].
+    place : array
+        The row of a tile of every component, -1 where it has no bits, int32 [groups * width].
+    constant : array
+        The value of those without bits, 0 of the others, float32 [groups * width].
+    end : array
+        The row of a tile that holds a group's scales, int32 [groups].
+    """
+
+    component: NDArray
+    row: NDArray
+    digit: NDArray
+    byte: NDArray
+    down: NDArray
+    mask: NDArray
+    up: NDArray
+    values: NDArray
+    table: NDArray
+    place: NDArray
+    constant: NDArray
+    end: NDArray
+
+
+class Escapes(NamedTuple):
+    """Where escapes lie (`codecs.klt.escapes.Tails`), as arrays.
+
+    Parameters
+    ----------
+    there : bool
+        Whether the recipe has them; the rest is empty where not.
+    flag_byte, flag_down : array
+        Where the bit lies that says that a group's vector is escaped, int32 and uint8 [groups].
+    component, place : array
+        Where each of their bits lies, int16 and uint8 [groups, bits].
+    lost, start : array
+        Bits that components give up, uint8, and where the values of what is left begin, int32 [groups, counts, width].
+    losing : array
+        The components that give up any, int32, of all groups and counts one after the other.
+    first_losing : array
+        Where those of a group and count begin, and the last one's end, int32 [groups, counts + 1].
+    values : array
+        Those of all components at every number of known bits, float32 [all].
+    scales : array
+        float32 [32].
+    halves : array
+        The number that each 16 bits stand for, float32 [65536].
+    index_bits, room : int
+        Bits that name a component, and pairs that a vector can hold.
+    plain_component, plain_place : array
+        Where the bits of a vector without tables lie, int16 and uint8 [groups, bits]; no group where it has too few.
+    plain_wide, plain_bits, plain_table : array
+        How many coefficients have a bit more, int64 [groups]; bits of those and of the others, int64 [groups, 2]; their
+        tables, float32 [groups, 2, most].
+    turn, unit, deviation : array
+        What the way back to components is made of (`codecs.klt.plain`): the matrix, a coefficient's row after the
+        other, float32 [width, width], the same for all layers; float64 [groups]; float32 [groups, width].
+    """
+
+    there: bool
+    flag_byte: NDArray
+    flag_down: NDArray
+    component: NDArray
+    place: NDArray
+    lost: NDArray
+    start: NDArray
+    losing: NDArray
+    first_losing: NDArray
+    values: NDArray
+    scales: NDArray
+    halves: NDArray
+    index_bits: int
+    room: int
+    plain_component: NDArray
+    plain_place: NDArray
+    plain_wide: NDArray
+    plain_bits: NDArray
+    plain_table: NDArray
+    turn: NDArray
+    unit: NDArray
+    deviation: NDArray
+
+
+class Further(NamedTuple):
+    """What escaped vectors hold of components that have no bits: how far it is from their one value.
+
+    Parameters
+    ----------
+    token, component : array
+        Of which token, and which component of all groups, int32 [room].
+    value : array
+        float32 [room].
+    """
+
+    token: NDArray
+    component: NDArray
+    value: NDArray
+
+
+def compiled(function):
+    """A function compiled when it is first called, and kept on disk where there is a place for that."""
+    options = {"nogil": True, "fastmath": SUMS, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder can be written to: each process compiles anew
+        return njit(**options)(function)
+
+
+# ------------------------------------------------------------------------------------------- rows to components
+
+
+@compiled
+def _turned_round(rows, slots, first, columns):
+    """Bytes of tokens, each byte's side by side, into uint8 [bytes, TILE]."""
+    for token in range(len(slots)):
+        row = rows[slots[token], first : first + len(columns)]
+        for at in range(len(row)):
+            columns[at, token] = row[at]
+
+
+@compiled
+def _symbols(columns, count, a, e, symbols):
+    """Symbols of `count` tokens, and whether each group's vector is escaped, into uint8 [groups * (width + 1), TILE].
+
+    Those of components without bits are not written.
+    """
+    for group in range(len(e.flag_byte)):
+        bytes, down, own = columns[e.flag_byte[group]], e.flag_down[group], symbols[len(a.place) + group]
+        for token in range(count):
+            own[token] = uint8(bytes[token] >> down) & uint8(1)
+    for number in range(len(a.component)):
+        own = symbols[a.component[number]]
+        for digit in range(a.digit[number], a.digit[number + 1]):
+            bytes, down, mask, up = (
+                columns[a.byte[digit]],
+                a.down[digit] & 7,
+                a.mask[digit],
+                a.up[digit] & 7,
+            )  # within a byte
+            if digit == a.digit[number]:
+                for token in range(count):
+                    own[token] = uint8(uint8(uint8(bytes[token] >> down) & mask) << up)
+            else:
+                for token in range(count):
+                    own[token] |= uint8(uint8(uint8(bytes[token] >> down) & mask) << up)
+
+
+@compiled
+def _numbers(symbols, tokens, component, place, first, last, out):
+    """The number of each token whose bits, lowest first, lie at `first` to `last`, into int32 [tokens]."""
+    out[: len(tokens)] = 0
+    for at in range(first, last):
+        own, down, up = symbols[component[at]], place[at], at - first
+        for number in range(len(tokens)):
+            out[number] |= int32((own[tokens[number]] >> down) & 1) << up
+
+
+@compiled
+def _put(value, group, index, token, a, z, further, count):
+    """Put the value of a component into z, or beside it where that has no bits; how many are beside it then."""
+    width = len(a.place) // len(a.end)
+    row = a.place[group * width + index]
+    if row >= 0:
+        z[row, token] = value
+        return count
+    further.token[count], further.component[count] = token, group * width + index
+    further.value[count] = value - a.constant[group * width + index]
+    return count + 1
+
+
+@compiled
+def _without_tables(symbols, tokens, group, a, e, z, further, count):
+    """Put vectors without tables into z: how many values are beside it then, or a fault below 0."""
+    if len(tokens) and e.plain_table.shape[0] == 0:
+        return -NO_PLAIN
+    width, index = len(symbols), np.empty(len(tokens), np.int32)
+    vectors = np.zeros((len(tokens), width), np.float32)
+    size = np.empty(len(tokens), np.float32)
+    if len(tokens):
+        _numbers(symbols, tokens, e.component[group], e.place[group], SCALE_END, SCALE_END + VALUE_BITS, index)
+    for number in range(len(tokens)):
+        size[number] = e.halves[index[number]]
+        if not np.isfinite(size[number]):
+            return -IMPOSSIBLE
+    first = 0
+    for row in range(width if len(tokens) else 0):
+        narrow = 0 if row < e.plain_wide[group] else 1
+        last = first + e.plain_bits[group, narrow]
+        _numbers(symbols, tokens, e.plain_component[group], e.plain_place[group], first, last, index)
+        first = last
+        for number in range(len(tokens)):
+            value = e.plain_table[group, narrow, index[number]] * size[number]
+            for at in range(width):
+                vectors[number, at] += value * e.turn[row, at]
+    for number in range(len(tokens)):
+        for at in range(width):
+            value = vectors[number, at] * e.unit[group] / e.deviation[group, at]
+            count = _put(float32(value), group, at, tokens[number], a, z, further, count)
+    return count
+
+
+@compiled
+def _escaped(symbols, tokens, pairs, group, a, e, z, further, count):
+    """Put escaped vectors that all hold so many pairs into z: how many values are beside it then, or a fault below 0.
+
+    `symbols` are the group's, uint8 [width, TILE]. What vectors are to be multiplied by goes to the rows of the group.
+    """
+    width, component, place = len(symbols), e.component[group], e.place[group]
+    for at in range(e.first_losing[group, pairs], e.first_losing[group, pairs + 1]):
+        index = e.losing[at]
+        own, down, out = symbols[index], e.lost[group, pairs, index], z[a.place[group * width + index]]
+        table = e.values[e.start[group, pairs, index] :]
+        for number in range(len(tokens)):
+            out[tokens[number]] = table[own[tokens[number]] >> down]
+    index, half, first = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.int32), COUNT_BITS
+    for _ in range(pairs):
+        middle = first + e.index_bits
+        _numbers(symbols, tokens, component, place, first, middle, index)
+        first = middle + VALUE_BITS
+        _numbers(symbols, tokens, component, place, middle, first, half)
+        for number in range(len(tokens)):
+            value = e.halves[half[number]]
+            if index[number] >= width or not np.isfinite(value):
+                return -IMPOSSIBLE
+            count = _put(value, group, index[number], tokens[number], a, z, further, count)
+    return count
+
+
+@compiled
+def _escapes(symbols, flags, group, a, e, z, further, beside):
+    """Put a group's escaped vectors, those of the tokens that have `flags` uint8 [n], into z; see `_escaped`."""
+    tokens = np.flatnonzero(flags)
+    if not len(tokens):
+        return beside
+    component, place, scale = e.component[group], e.place[group], a.end[group]
+    pairs, number = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.int32)
+    _numbers(symbols, tokens, component, place, 0, COUNT_BITS, pairs)
+    _numbers(symbols, tokens, component, place, COUNT_BITS, SCALE_END, number)
+    if pairs.max() > e.room:
+        return -TOO_MANY
+    for at in range(len(tokens)):
+        if pairs[at] == 0 and number[at] != PLAIN:
+            z[scale, tokens[at]] = e.scales[number[at]]
+            z[scale + 1, tokens[at]] = 1 if number[at] < PLAIN else 0
+    for count in range(e.room + 1):
+        own = tokens[(pairs == count) & ((count > 0) | (number != PLAIN))]
+        if len(own):
+            beside = _escaped(symbols, own, count, group, a, e, z, further, beside)
+            if beside < 0:
+                return beside
+    own = tokens[(pairs == 0) & (number == PLAIN)]
+    return _without_tables(symbols, own, group, a, e, z, further, beside)
+
+
+@compiled
+def values(symbols, count, a, e, z, further):
+    """Components of the symbols of `count` tokens: `tile`, after its first half.
+
+    `symbols` are uint8 [groups * (width + 1), TILE]; the last rows say whether a group's vector is escaped.
+    """
+    groups, beside = len(a.end), 0
+    width = len(a.place) // groups
+    for number in range(len(a.component)):
+        own, table, out = symbols[a.component[number]], a.values[a.table[number] :], z[a.row[number]]
+        for token in range(count):
+            out[token] = table[own[token]]
+    for group in range(groups):
+        scale, start = a.end[group], 0 if group == 0 else a.end[group - 1] + 2
+        for token in range(count):
+            z[scale, token], z[scale + 1, token] = 1, 0
+        if not e.there:
+            continue
+        flags, own = symbols[groups * width + group, :count], symbols[group * width : (group + 1) * width]
+        beside = _escapes(own, flags, group, a, e, z, further, beside)
+        if beside < 0:
+            return beside
+        for row in range(start, scale):
+            for token in range(count):
+                z[row, token] *= z[scale, token]
+    return beside
+
+
+@compiled
+def tile(rows, slots, first, a, e, columns, symbols, z, further):
+    """Components of at most `TILE` tokens.
+
+    Parameters
+    ----------
+    rows : array
+        All pages as rows, uint8 [slots, bytes].
+    slots : array
+        Which tokens, int64 [n].
+    first : int
+        Where the stream's bytes begin in a row.
+    a, e : Active, Escapes
+        Where digits and escapes lie.
+    columns, symbols : array
+        Room: uint8 [bytes of the stream, TILE] and [groups * (width + 1), TILE].
+    z : array
+        float32 [active + 2 * groups, TILE], written: components times their scale, scales and second means (`Active`).
+    further : Further
+        Written.
+
+    Returns
+    -------
+    int
+        How many `further` values there are, or what is wrong with the first row that cannot be, below 0.
+    """
+    _turned_round(rows, slots, first, columns)
+    _symbols(columns, len(slots), a, e, symbols)
+    return values(symbols, len(slots), a, e, z, further)
+
+
+@compiled
+def vectors(rows, slots, first, a, e, columns, symbols, z, further, out):
+    """Components of tokens one vector after the other, and 1 after those of vectors about the second mean.
+
+    Parameters are those of `tile`, of any number of tokens; `out` is float32 [groups, n, width + 1]. OK, or what is
+    wrong with the first row that cannot be.
+    """
+    groups, width = out.shape[0], out.shape[2] - 1
+    for start in range(0, len(slots), TILE):
+        own = slots[start : start + TILE]
+        count = tile(rows, own, first, a, e, columns, symbols, z, further)
+        if count < 0:
+            return -count
+        for group in range(groups):
+            scale = a.end[group]
+            for at in range(width):
+                row, constant = a.place[group * width + at], a.constant[group * width + at]
+                for token in range(len(own)):
+                    out[group, start + token, at] = z[row, token] if row >= 0 else constant * z[scale, token]
+            for token in range(len(own)):
+                out[group, start + token, width] = z[scale + 1, token]
+        for at in range(count):
+            component = further.component[at]
+            out[component // width, start + further.token[at], component % width] += further.value[at]
+    return OK
+
+
+# -------------------------------------------------------------------------------------------------- attention
+
+
+@compiled
+def to_tokens(halves, row, column, shift, a, out):
+    """The way from a tile's rows to tokens less their mean (`codecs.klt.halves`, `codecs.klt.synthesis`).
+
+    Parameters
+    ----------
+    halves : array
+        The matrix in float16, as its bits: uint16 [groups, width, width].
+    row, column : array
+        What its rows and columns are multiplied by, float32 [groups, width].
+    shift : array
+        From the mean to the second one, float32 [groups, width].
+    a : Active
+        The order of a tile's rows.
+    out : array
+        float32 [active + 2 * groups, width], written.
+    """
+    groups, width = shift.shape
+    power = float32(2.0**112)  # float16's exponent begins so much lower; numbers below its least are right too
+    bits, signs = np.empty(width, np.int32), np.empty(width, np.float32)
+    numbers = bits.view(np.float32)
+    for group in range(groups):
+        scale = a.end[group]
+        for at in range(width):
+            out[scale, at], out[scale + 1, at] = 0, shift[group, at]
+        for component in range(width):
+            to, constant = a.place[group * width + component], a.constant[group * width + component]
+            if to < 0 and constant == 0:
+                continue
+            own = halves[group, component]
+            for at in range(width):
+                bits[at] = int32(own[at] & 0x7FFF) << 13
+                signs[at] = -1 if own[at] >> 15 else 1
+            factor = row[group, component] * power
+            if to >= 0:
+                for at in range(width):
+                    out[to, at] = numbers[at] * (factor * column[group, at]) * signs[at]
+            else:
+                for at in range(width):
+                    out[scale, at] += constant * (numbers[at] * (factor * column[group, at]) * signs[at])
+
+
+@compiled
+def gathered(z, count, start, further, more, out, beside, found):
+    """Put a tile's components at token `start` of `out`, and what lies beside them; how many lie there then."""
+    for row in range(len(out)):
+        part = out[row, start : start + count]
+        for token in range(count):
+            part[token] = z[row, token]
+    for at in range(more):
+        if found < len(beside.token):
+            beside.token[found], beside.component[found] = start + further.token[at], further.component[at]
+            beside.value[found] = further.value[at]
+        found += 1
+    return found
+
+
+@compiled
+def components(rows, slots, first, a, e, columns, symbols, z, further, out, beside):
+    """Components of tokens as a tile's rows, but of any number of tokens.
+
+    Parameters
+    ----------
+    rows, slots, first, a, e, columns, symbols, z, further
+        See `tile`.
+    out : array
+        float32 [active + 2 * groups, n], written.
+    beside : Further
+        Written, of all tokens.
+
+    Returns
+    -------
+    int
+        How many `beside` there are, more than it has room for where they do not fit; or a fault below 0.
+    """
+    found = 0
+    for start in range(0, len(slots), TILE):
+        own = slots[start : start + TILE]
+        more = tile(rows, own, first, a, e, columns, symbols, z, further)
+        if more < 0:
+            return more
+        found = gathered(z, len(own), start, further, more, out, beside, found)
+    return found
+
+
+class Turned(NamedTuple):
+    """What K is before scores: its mean is added, and it is turned by its position (RoFormer, arXiv 2104.09864).
+
+    Parameters
+    ----------
+    mean : array
+        float32 [kv_heads * head_dim].
+    cos, sin : array
+        float32 [head_dim / 2, positions]; of no positions where nothing is turned.
+    """
+
+    mean: NDArray
+    cos: NDArray
+    sin: NDArray
+
+
+class Seen(NamedTuple):
+    """What queries have seen of a run of keys: a row for each query of the run, and each of its heads.
+
+    Parameters
+    ----------
+    top, weight : array
+        The largest score, and the sum of the exponentials of all less that one, float32 [rows].
+    sum : array
+        V's components by these weights, and after them the second means', float32 [rows, width + 1].
+    """
+
+    top: NDArray
+    weight: NDArray
+    sum: NDArray
+
+
+@compiled
+def _scores(k, start, count, position, t, heads, q, low, high, scores):
+    """Scores of queries [rows, head_dim] at `count` keys from `start` on, the first of them at `position`."""
+    half = q.shape[1] // 2
+    kv_heads = len(t.mean) // (2 * half)
+    per, turning = heads // kv_heads, t.cos.shape[1] > 0
+    for row in range(len(q)):
+        for token in range(count):
+            scores[row, token] = 0
+    for head in range(kv_heads):
+        for pair in range(half):
+            first = head * 2 * half + pair
+            a, b = k[first, start : start + count], k[first + half, start : start + count]
+            more, other = t.mean[first], t.mean[first + half]
+            if turning:
+                c, s = t.cos[pair, position : position + count], t.sin[pair, position : position + count]
+                for token in range(count):
+                    x, y = a[token] + more, b[token] + other
+                    low[token] = x * c[token] - y * s[token]
+                    high[token] = y * c[token] + x * s[token]
+            else:
+                for token in range(count):
+                    low[token], high[token] = a[token] + more, b[token] + other
+            for query in range(head * per, len(q), heads):
+                for row in range(query, query + per):
+                    x, y = q[row, pair], q[row, pair + half]
+                    for token in range(count):
+                        scores[row, token] += x * low[token] + y * high[token]
+
+
+@compiled
+def _exponentials(scores, top, powers, floats):
+    """exp(scores - top) in the place of scores, none of which is above `top`, and their sum.
+
+    2 to a whole number by its exponent, and to what is left, at most one half, by seven terms of the series: exact to
+    2e-7 of it. What is below 2**-126 is that. `floats` is a view of `powers`.
+    """
+    for token in range(len(scores)):
+        x = max((scores[token] - top) * float32(1.4426950408889634), float32(-126))
+        whole = np.floor(x + float32(0.5))
+        powers[token] = (int32(whole) + 127) << 23
+        x -= whole
+        y = float32(0.00015403530) * x + float32(0.0013333558)
+        y = y * x + float32(0.0096181291)
+        y = y * x + float32(0.055504109)
+        y = y * x + float32(0.24022651)
+        y = y * x + float32(0.69314718)
+        scores[token] = y * x + float32(1)
+    found = float32(0)
+    for token in range(len(scores)):
+        scores[token] *= floats[token]
+        found += scores[token]
+    return found
+
+
+@compiled
+def _weigh(scores, end, row, seen, powers, floats):
+    """Make the first `end` scores weights, and the others 0; what the row has seen so far is scaled."""
+    for token in range(end, len(scores)):
+        scores[token] = 0
+    top = seen.top[row]
+    for token in range(end):
+        top = max(top, scores[token])
+    if top > seen.top[row]:
+        less = np.exp(seen.top[row] - top)
+        seen.weight[row] *= less
+        for at in range(seen.sum.shape[1]):
+            seen.sum[row, at] *= less
+        seen.top[row] = top
+    seen.weight[row] += _exponentials(scores[:end], top, powers, floats)
+
+
+@compiled
+def _products(weights, z, count, out):
+    """Sums of the rows of z by the weights of `count` tokens, of three queries at once, into float32 [3, rows]."""
+    for line in range(len(z)):
+        one, other, last = float32(0), float32(0), float32(0)
+        for token in range(count):
+            one += weights[0, token] * z[line, token]
+            other += weights[1, token] * z[line, token]
+            last += weights[2, token] * z[line, token]
+        out[0, line], out[1, line], out[2, line] = one, other, last
+
+
+@compiled
+def _sum(weights, count, heads, a, z, further, beside, seen):
+    """Add components of a tile's `count` tokens, by weights [rows + 2, TILE], to what the rows have seen."""
+    groups, queries = len(a.end), len(seen.top) // heads
+    width, per = len(a.place) // groups, heads // groups
+    found = np.empty((3, len(z)), np.float32)
+    for group in range(groups):
+        begin, end = 0 if group == 0 else a.end[group - 1] + 2, a.end[group] + 2
+        for query in range(group * per, heads * queries, heads):
+            for row in range(query, query + per, 3):
+                several = min(3, query + per - row)
+                _products(weights[row : row + 3], z[begin:end], count, found)
+                for number in range(several):
+                    out = seen.sum[row + number]
+                    for line in range(begin, end - 2):
+                        out[a.component[line - 2 * group] - group * width] += found[number, line - begin]
+                    for at in range(width):
+                        out[at] += found[number, end - 2 - begin] * a.constant[group * width + at]
+                    out[width] += found[number, end - 1 - begin]
+    for at in range(beside):
+        group = further.component[at] // width
+        for query in range(group * per, heads * queries, heads):
+            for row in range(query, query + per):
+                value = weights[row, further.token[at]] * further.value[at]
+                seen.sum[row, further.component[at] - group * width] += value
+
+
+@compiled
+def attend(runs, rows, slots, first, a, e, columns, symbols, z, further, k, t, heads, q, until, seen):
+    """Attention of queries over keys and values, a run of neighbouring tokens of one sequence after the other.
+
+    Parameters
+    ----------
+    runs : array
+        Of each the first of its tokens in `slots` and `k`, how many they are, the position of the first, the first and
+        the last one of its queries, and where these begin in `seen`, int64 [runs, 6].
+    rows, slots, first, a, e, columns, symbols, z, further
+        V's tokens: see `tile`.
+    k : array
+        K's tokens before `t`, float32 [kv_heads * head_dim, n].
+    t : Turned
+        What is done to them.
+    heads : int
+        Of queries; neighbouring ones share one of K and V.
+    q : array
+        Queries, scaled, float32 [queries * heads, head_dim].
+    until : array
+        The position at which the keys of each query end, int64 [queries].
+    seen : Seen
+        Of nothing, written.
+
+    Returns
+    -------
+    int
+        OK, or what is wrong with the first row that cannot be.
+    """
+    low, high, powers = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.int32)
+    floats = powers.view(np.float32)
+    for begin, tokens, position, query, end, to in runs:
+        own, mine = q[query * heads : end * heads], slice(to * heads, (to + end - query) * heads)
+        saw = Seen(seen.top[mine], seen.weight[mine], seen.sum[mine])
+        scores = np.zeros((len(own) + 2, TILE), np.float32)  # `_products` takes three rows at once
+        for start in range(0, tokens, TILE):
+            count = min(TILE, tokens - start)
+            _scores(k, begin + start, count, position + start, t, heads, own, low, high, scores)
+            for row in range(len(own)):
+                known = min(max(until[query + row // heads] - position - start, 0), count)
+                _weigh(scores[row, :count], known, row, saw, powers, floats)
+            now = slots[begin + start : begin + start + count]
+            beside = tile(rows, now, first, a, e, columns, symbols, z, further)
+            if beside < 0:
+                return -beside
+            _sum(scores, count, heads, a, z, further, beside, saw)
+    return OK
