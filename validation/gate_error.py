@@ -21,7 +21,7 @@ import polars as pl
 from kvlab.gate.evidence.measures import carried, measured, rate_bounds
 from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, METRICS
 
-SIZES = (16, 32, 64)
+SIZES = (32, 64, 128)
 WORSE = {"kl": 1.0, "delta_nll": 1.0, "top1_agreement": -1.0}  # which way is a loss
 
 

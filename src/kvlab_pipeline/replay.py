@@ -42,7 +42,7 @@ from kvlab_pipeline.gate_page.measured_rows import (
 )
 from kvlab_pipeline.jobs.measure import Findings, Lab, Probes, run
 from kvlab_pipeline.studies.mechanisms.measure import MechanismsPart, longest, stored
-from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, Variant, scored_items, variants
+from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, PlannedVariant, scored_items, variants
 from kvlab_pipeline.studies.mechanisms.records import (
     COUNTED,
     LEAST,
@@ -52,7 +52,7 @@ from kvlab_pipeline.studies.mechanisms.records import (
     MechanismsRecord,
     read_mechanisms,
 )
-from kvlab_pipeline.studies.mechanisms.subjects import VariantSubject, score_rows
+from kvlab_pipeline.studies.mechanisms.subjects import EvalSubject, score_rows
 from kvlab_pipeline.studies.mechanisms.written import Greedy
 
 FOLDER = "results/mechanisms"
@@ -103,11 +103,11 @@ class ReplayPart(MechanismsPart):
         drawn[FIDELITY] = list(dict.fromkeys([self.every[FIDELITY][0], *drawn[FIDELITY]]))
         return drawn
 
-    def _add(self, variant: Variant) -> None:
+    def _add(self, variant: PlannedVariant) -> None:
         if variant.label in (BASELINE, *self.labels):
             super()._add(variant)
 
-    def _subject(self, name: str, *given) -> VariantSubject:
+    def _subject(self, name: str, *given) -> EvalSubject:
         subject = super()._subject(name, *given)
         if name == GREEDY:  # which asks the first windows, however few were drawn
             subject.judge = Greedy(len(self.every[name]))
@@ -202,6 +202,7 @@ class Workspace:
             found[one] = read_mechanisms(path)
             refuse_other_items(path, found[one][0], there)
             refuse_other_labels(*found[one])
+            refuse_other_variants(params, one, found[one][0])
         return Job(params, *found[engine], sum(variants_of(record) for record, _ in found.values()))
 
     def _texts(self, model: str) -> tuple[Path, Path]:
@@ -244,12 +245,25 @@ class Workspace:
         return part
 
 
+def refuse_other_variants(params: Params, engine: str, record: MechanismsRecord) -> None:
+    """`MixedIdentity` where a record has not what its run planned: a row among fewer is certified sooner."""
+    planned, there = (
+        sorted(one.label for one in some) for some in (variants(params, engine), (*record.rows, *record.missing))
+    )
+    if planned != there:
+        raise MixedIdentity({f"variants of {engine}": [", ".join(planned), ", ".join(there)]})
+
+
 def refuse_another(record: MechanismsRecord, part: ReplayPart) -> None:
     """`MixedIdentity` where what is measured is not what the record is of; `UserError` where the machine is another."""
     theirs, ours = record.provenance, part.lab.provenance([part.lab.params.calibration.origin])
     both = {name: (getattr(theirs, name), getattr(ours, name)) for name in ("model_hash", "corpus_hash", "calibration")}
     both |= {"needles_hash": (record.needles_hash, part.planted.needles_hash)}
     both |= {"ruler_hash": (record.ruler_hash, part.texts.items_hash)}
+    windows = part.lab.windows
+    both |= {name: (getattr(record, name), getattr(windows, name)) for name in ("context", "eval")}
+    both |= {"dtype": (record.dtype, part.lab.params.mechanisms.dtype)}
+    both |= {"documents": tuple(tuple(one or ()) for one in (record.documents, windows.documents.get("test")))}
     if differing := {name: list(map(str, pair)) for name, pair in both.items() if pair[0] != pair[1]}:
         raise MixedIdentity(differing)
     for name in ("device", "versions"):
@@ -321,7 +335,7 @@ def compared(label: str, job: Job, part: ReplayPart) -> dict[str, Any]:
     return {"scores": tuple(scores), "differs": tuple(differs)}
 
 
-def seen(claimed: MechanismRow, found: MechanismRow, variant: Variant) -> Iterator[tuple[str, Any, Any]]:
+def seen(claimed: MechanismRow, found: MechanismRow, variant: PlannedVariant) -> Iterator[tuple[str, Any, Any]]:
     """Fields in which what ran is not what the record says, with both values."""
     for name in SAME:
         # the canary of an engine's own dtype is its mean KL over all windows, which the scores tell
@@ -329,7 +343,9 @@ def seen(claimed: MechanismRow, found: MechanismRow, variant: Variant) -> Iterat
             yield name, getattr(claimed, name), getattr(found, name)
 
 
-def counts(claimed: MechanismRow, found: EvalRun, variant: Variant, part: ReplayPart) -> Iterator[tuple[str, Any, Any]]:
+def counts(
+    claimed: MechanismRow, found: EvalRun, variant: PlannedVariant, part: ReplayPart
+) -> Iterator[tuple[str, Any, Any]]:
     """Counts of one eval that are not those of the record: each item's share, or, of unlike items, bytes per value.
 
     What a codec of whole caches stores and a pattern reads hangs on the text, so that items are alike within `VARYING`;
@@ -339,6 +355,9 @@ def counts(claimed: MechanismRow, found: EvalRun, variant: Variant, part: Replay
     was = next(one for one in claimed.evals if one.quality_eval_id == name)
     alike = len({stored(variant, window) for window in part.every[name]}) == 1
     varying = ("read_bytes", *(["kv_bytes"] if variant.variant in WHOLE else []))
+    for kind in ("version", "context"):
+        if getattr(was, kind) != getattr(found, kind):
+            yield f"{kind} of {name}", getattr(was, kind), getattr(found, kind)
     for count in COUNTED if alike else ("kv_bytes", "read_bytes"):
         due, now = (share(run, count, alike) for run in (was, found))
         allowed = OTHER_TEXT if not alike else VARYING if count in varying else 0

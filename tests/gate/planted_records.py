@@ -22,7 +22,7 @@ from kvlab_pipeline.studies.mechanisms.records import (
     write_mechanisms,
 )
 
-WINDOWS, NEEDLES, CONTEXT = 32, 400, 512
+WINDOWS, NEEDLES, CONTEXT = 128, 400, 512
 WINDOW = CONTEXT + 128  # tokens
 VALUES = 2 * 6 * 64 * CONTEXT  # of one item
 PLAIN = {"kv_cache_dtype": "bfloat16", "cache_class": "DynamicCache"}

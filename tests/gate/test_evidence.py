@@ -73,7 +73,7 @@ def content(lost=0, **changes):
     } | changes
 
 
-def texts(n=40):
+def texts(n=100):
     """What the eval of text measures when the variant loses about .002 nats in each window."""
     kl = 0.002 * np.random.default_rng(0).lognormal(0, 0.5, n)
     scores = {"kl": (kl, 0 * kl), "delta_nll": (kl[::-1], 0 * kl), "top1_agreement": (1 - 4 * kl, 1 + 0 * kl)}

@@ -34,7 +34,7 @@ from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, NEEDLE
 from kvlab_pipeline.studies.mechanisms.records import read_mechanisms, write_mechanisms
 
 LABEL, SERVED, LOSSY = "klt 2 snapshot", "klt 2 served", "int 2 snapshot"
-WINDOWS = 34  # enough to certify a row among those that are tried here
+WINDOWS = 72  # enough to certify a row among those that are tried here
 SLUG = "tiny"
 
 

@@ -118,13 +118,13 @@ def measured(model: Path, recipe: Path, texts: list[list[int]], dtype: str) -> d
     }
 
 
-def cut(model: Path, first: int, count: int) -> tuple[list[int], list[list[int]]]:
+def cut(model: Path, first: int, count: int, length: int = CONTEXT + SCORED) -> tuple[list[int], list[list[int]]]:
     """Windows `first` to `first` + `count`, and which article each is of; none shares a token with another."""
     from transformers import AutoTokenizer
 
     from kvlab.text.encyclopedia import extract
 
-    tokenizer, length = AutoTokenizer.from_pretrained(model), CONTEXT + SCORED
+    tokenizer = AutoTokenizer.from_pretrained(model)
     articles = [tokenizer(article.text)["input_ids"] for article in extract()]
     places = in_turn([len(ids) // length for ids in articles])
     if first + count > len(places):
@@ -139,14 +139,20 @@ def in_turn(counts: Sequence[int]) -> list[tuple[int, int]]:
     return [(number, turn) for turn in turns for number, count in enumerate(counts) if turn < count]
 
 
-def from_pages(model: Path, recipe: Path, texts: list[list[int]], dtype: str) -> list:
-    """Logits of a vLLM whose cache is coded pages, each window in one step."""
+def from_pages(model: Path, recipe: Path, texts: list[list[int]], dtype: str, context: int = CONTEXT) -> list:
+    """Logits after the `context` of a vLLM whose cache is coded pages, each window in one step."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
         task = {"model": str(model), "dtype": dtype, "cache": str(recipe.absolute()), "bytes": 1 << 28}
-        task |= {"longest": CONTEXT + SCORED + 1, "prefix_caching": False, "loads": ["quality"]}
-        task |= {"windows": texts, "context": CONTEXT, "logits": f"{folder}/logits.pt"}
+        task |= {"longest": len(texts[0]) + 1, "prefix_caching": False, "loads": ["quality"]}
+        task |= {
+            "chunk": len(texts[0]),
+            "most": 1,
+            "windows": texts,
+            "context": context,
+            "logits": f"{folder}/logits.pt",
+        }
         (Path(folder) / "task.json").write_text(json.dumps(task))
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVLAB_"))}
         arm = [sys.executable, "-m", "validation.serving.arm", f"{folder}/task.json"]

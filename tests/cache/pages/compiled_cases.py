@@ -19,6 +19,7 @@ from kvlab.cache.pages.rope import Rotation
 from kvlab.cache.pages.rows import rows_of
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream, tiles_numba
+from kvlab.codecs.klt.reading import Looked
 from kvlab.codecs.klt.reading_numba import TileLoop
 from kvlab.codecs.registry import build
 from kvlab.core.errors import StreamError
@@ -105,3 +106,43 @@ def test_without_numba_the_same_is_read(monkeypatch, few):
     torch.testing.assert_close(
         found.finish(summed) if found.finish else summed, weights @ due.v[:, None], atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("size", [1.0, 1e3], ids=["usual", "without-tables"])
+def test_compiled_attention_of_few_queries_is_torch_s(heads, threads, size):
+    """Sequences of several lengths, one cut into runs, queries that see a part or nothing; the same on each number of
+    threads. Vectors without tables hold more beside their rows than there is room for."""
+    dim, lengths = 64, [1100, 40, 3]
+    codec = build(KltStream(bits=2, block_size=64), ladder_making.calibration(heads, dim))
+    rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
+    angle = torch.arange(1200)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
+    pages = LayerPages(LAYER, *rows, Rotation(torch.cat((angle.cos(), angle.sin()), dim=1)))
+    total = sum(lengths)
+    slots, places = torch.randperm(1200)[:total], torch.cat([torch.arange(length) for length in lengths])
+    held = torch.zeros(300, 1, BLOCK, pages.bytes, dtype=torch.uint8)
+    x = [size * planted(heads, total, dim, seed) for seed in (0, 1)]
+    pages.write(*x, held, slots, places)
+    until = torch.tensor([1100, 38, 40, 0])
+    looked = Looked.at(slots, lengths, [0, 0, 0], [0, 1, 3, 4], until)
+    q = torch.randn(4, 2 * heads, dim) / dim / size
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        mean, log_sum = pages.attend(held, looked, q, torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    keys = pages.read(held, slots, places)
+    k, v = (part.repeat_interleave(2, 0).double() for part in (keys.k, keys.v))
+    first = 0
+    for length, own in zip(lengths, ([0], [1, 2], [3]), strict=True):
+        for query in own:
+            seen = slice(first, first + int(until[query]))
+            scores = torch.einsum("hd,hnd->hn", q[query].double(), k[:, seen])
+            due = torch.einsum("hn,hnd->hd", scores.softmax(-1), v[:, seen])
+            if until[query]:  # what a query makes of nothing is finite, and weighs nothing
+                torch.testing.assert_close(mean[query].double(), due, atol=2e-5 * size, rtol=1e-4)
+            assert mean[query].isfinite().all()
+            torch.testing.assert_close(log_sum[query].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
+        first += length

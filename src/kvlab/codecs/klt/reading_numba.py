@@ -76,13 +76,16 @@ class TileLoop(Tables):
 
     def __call__(self, rows: Tensor, slots: Tensor, first: int) -> Tensor:
         """See `reading.Loop`."""
+        return self.in_parts(rows, slots.numpy(), first, max(1, len(slots) // SHARE))
+
+    def in_parts(self, rows: Tensor, slots: NDArray, first: int, most: int) -> Tensor:
+        """The same in at most so many threads; a thread of `pool` has to do it in itself, which waits for no other."""
         out = np.empty((self.groups, len(slots), self.width + 1), np.float32)
-        pages, which = rows.numpy(), slots.numpy()
-        threads = min(torch.get_num_threads(), max(1, len(slots) // SHARE))
+        threads = min(torch.get_num_threads(), most)
 
         def part(number: int) -> int:
-            own = slice(len(which) * number // threads, len(which) * (number + 1) // threads)
-            return tiles_numba.vectors(pages, which[own], first, *self.tables(), out[:, own])
+            own = slice(len(slots) * number // threads, len(slots) * (number + 1) // threads)
+            return tiles_numba.vectors(rows.numpy(), slots[own], first, *self.tables(), out[:, own])
 
         for fault in in_threads(part, threads):
             refuse(fault)
@@ -172,7 +175,7 @@ class TileAttention:
         count = tiles_numba.components(rows.numpy(), slots, 0, *loop.tables(), z.numpy(), held)
         refuse(max(-count, 0))
         if count > BESIDE:
-            whole = loop(rows, torch.from_numpy(slots), 0) @ self.k.plan.inverse
+            whole = loop.in_parts(rows, slots, 0, 1) @ self.k.plan.inverse
             return out.copy_(whole.mT.flatten(0, 1)).numpy()
         keys = out.split(loop.width)
         for own, matrix, part in zip(keys, to_keys, z.split(loop.rows), strict=True):

@@ -1,4 +1,4 @@
-"""The loop of `rows_numba` for tensors on a GPU, in Triton: rows of `klt` to components, a program for each vector.
+"""`tiles_numba.vectors` for tensors on a GPU, in Triton: rows of `klt` to components, a program for each vector.
 
 Not run on a GPU so far: it is tested in Triton's interpreter, on a CPU (``TRITON_INTERPRET=1``), where it says bit for
 bit what torch says, and nothing is known of its speed. Bits of escapes are read where they lie in the row, since a

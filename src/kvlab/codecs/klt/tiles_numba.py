@@ -259,6 +259,7 @@ def _escaped(symbols, tokens, pairs, group, a, e, z, further, count):
         for number in range(len(tokens)):
             out[tokens[number]] = table[own[tokens[number]] >> down]
     index, half, first = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.int32), COUNT_BITS
+    begun = count
     for _ in range(pairs):
         middle = first + e.index_bits
         _numbers(symbols, tokens, component, place, first, middle, index)
@@ -268,7 +269,14 @@ def _escaped(symbols, tokens, pairs, group, a, e, z, further, count):
             value = e.halves[half[number]]
             if index[number] >= width or not np.isfinite(value):
                 return -IMPOSSIBLE
-            count = _put(value, group, index[number], tokens[number], a, z, further, count)
+            same = -1  # what a forged row names twice is what it says last, as for the codec
+            for at in range(begun, count):
+                if further.token[at] == tokens[number] and further.component[at] == group * width + index[number]:
+                    same = at
+            if same >= 0:
+                _put(value, group, index[number], tokens[number], a, z, further, same)
+            else:
+                count = _put(value, group, index[number], tokens[number], a, z, further, count)
     return count
 
 

@@ -31,7 +31,7 @@ ALPHA = 0.025  # how often either end of an interval may be wrong: the level at 
 CONFIDENCE = 1 - 2 * ALPHA  # two-sided
 NORMAL = float(ndtri(0.5 + CONFIDENCE / 2))  # 1.96
 LEVELS = tuple(ALPHA * 2 ** (-step / 2) for step in range(41))  # of one end, to 2e-8
-FEWEST = 16  # items by whose mean anything is certified
+FEWEST = 32  # items by whose mean anything is certified
 Count = Annotated[int, Field(ge=0, le=2**53)]  # up to here a float holds every whole number
 Ends = Annotated[tuple[float, ...], Field(strict=False)]
 BOOTSTRAP = Bootstrap(resamples=20_000, confidence=CONFIDENCE, seed=0)
@@ -136,14 +136,14 @@ def _finite(scores) -> np.ndarray:
 
 
 def carried(n: int) -> tuple[float, ...]:
-    """The levels that a mean over n independent items carries: down to 4 / n^2, and none below `FEWEST` items.
+    """The levels that a mean over n independent items carries: down to 25 / n^2, and none below `FEWEST` items.
 
     A bound at a level says how often it is too low, and reads that off the tail of n items. What is rarer than one item
     in n has left no trace there, and a skewed tail that is not seen moves the mean at the order of 1 / n (the Edgeworth
     expansion's first term; Hall 1992, The Bootstrap and Edgeworth Expansion, section 2.3), so a level far below its
     square is an extrapolation. Where it ends was found on windows that were measured (`validation.gate_error`).
     """
-    return tuple(level for level in LEVELS if n >= FEWEST and level * n**2 >= 4)
+    return tuple(level for level in LEVELS if n >= FEWEST and level * n**2 >= 25)
 
 
 def _mean(values: np.ndarray, documents: Sequence[int] | None) -> Measure:

@@ -361,7 +361,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _int("evidence_interval", "baseline", "kl", "n", 1),
     _fp8("evidence_unpaired", "paired", "needle_recall", "n", ITEMS // 2),
     _fp8("evidence_unpaired", "paired", "needle_recall", "gained", 0.5 * ITEMS),
-    _int("evidence_ends", "paired", "kl", "highs", 16, 0.01),
+    _int("evidence_ends", "paired", "kl", "highs", 12, 0.01),
     _int("evidence_ends", "paired", "top1_agreement", "n", 16),
     _int("quality_family", "family", "tested", 10 * TESTED),
     _int("evidence_other_family", "family", "tested", 1),
