@@ -319,6 +319,35 @@ def test_a_record_that_says_something_else_is_found_by_measuring_again(made, wha
     assert claim.codes == {"replay_other"}
 
 
+def longer(record):
+    """Contexts twice as long, at which the same seconds are more tokens per second."""
+    more = (2 * record.context + record.eval) / (record.context + record.eval)
+    rows = [
+        one.model_copy(update={"throughput_tok_s": one.throughput_tok_s and one.throughput_tok_s * more})
+        for one in record.rows
+    ]
+    return {"context": 2 * record.context, "rows": tuple(rows)}
+
+
+HEADERS = {
+    "context": longer,
+    "dtype": lambda record: {"dtype": "bfloat16"},
+    "documents": lambda record: {"documents": tuple(range(WINDOWS))},
+    "variants": lambda record: {"rows": tuple(one for one in record.rows if one.label in (LABEL, "baseline"))},
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_what_a_record_says_of_the_whole_run_is_held_against_the_workspace(made, what):
+    """What no item tells: the contexts' length, the dtype, which windows are of one text, what else was tried."""
+    record, scores = read_mechanisms(made.record)
+    forged = record.model_copy(update=HEADERS[what](record))
+    labels = [one.label for one in forged.rows]
+    write_mechanisms(made.record, forged, scores.filter(pl.col("label").is_in(labels)))
+    claim = made.claims(made.written())[made.of(LABEL)]
+    assert not claim.certified and what in str(claim.replay.differs), claim.replay
+
+
 def test_a_calibration_that_was_changed_since_certifies_nothing(made):
     from safetensors.numpy import load_file, save_file
 
