@@ -40,8 +40,9 @@ class Tables:
 
     def room(self) -> tuple[NDArray, NDArray, Further]:
         """What `tiles_numba.values` works in: symbols, components, and what escaped vectors hold beside them."""
-        symbols = np.empty((self.groups * (self.width + 1), TILE + 64), np.uint8)
         most = TILE * self.groups * self.width if self.escapes.there else 0
+        # a row is 64 bytes longer than it has to be: at powers of two rows drive each other out of the near cache
+        symbols = np.empty((self.groups * (self.width + 1), TILE + 64), np.uint8)
         return symbols, scratch("tile", self.lines, TILE + 16).numpy(), further(most)
 
     def to_tokens(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

@@ -177,12 +177,8 @@ def _symbols(columns, count, a, e, symbols):
     for number in range(len(a.component)):
         own = symbols[a.component[number]]
         for digit in range(a.digit[number], a.digit[number + 1]):
-            bytes, down, mask, up = (
-                columns[a.byte[digit]],
-                a.down[digit] & 7,
-                a.mask[digit],
-                a.up[digit] & 7,
-            )  # within a byte
+            bytes, mask = columns[a.byte[digit]], a.mask[digit]
+            down, up = a.down[digit] & 7, a.up[digit] & 7  # as they are; a compiler that knows it shifts bytes
             if digit == a.digit[number]:
                 for token in range(count):
                     own[token] = uint8(uint8(uint8(bytes[token] >> down) & mask) << up)
