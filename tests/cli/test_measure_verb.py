@@ -277,9 +277,11 @@ def test_a_model_that_vllm_cannot_run_is_served_by_no_pages(hf_engine):
     assert costs.PAGES not in costs.places(recipe_of("int"), None, odd)
 
 
-def test_ends_that_are_kept_exactly_run_in_a_cache_alone(hf_engine):
-    recipe = kvlab.recipe("int", bits=4, sink=4)
-    assert costs.places(recipe, None, hf_engine.info) == (costs.CACHE, costs.STORE)
+def test_ends_that_are_kept_exactly_run_where_a_token_has_a_place(hf_engine):
+    """In pages at most so many."""
+    of = {recent: kvlab.recipe("int", bits=4, sink=4, recent=recent) for recent in (0, 1024)}
+    assert costs.places(of[0], None, hf_engine.info) == (costs.CACHE, costs.PAGES, costs.STORE)
+    assert costs.places(of[1024], None, hf_engine.info) == (costs.CACHE, costs.STORE)
 
 
 def row(codec: str, bits: float, high: float, places: tuple | None) -> measuring.CostRow:

@@ -26,7 +26,7 @@ from kvlab_pipeline.studies.mechanisms.records import SCORES, EvalRun, write_mec
 from refusals import refused
 
 REGISTRY = registry.load()
-ITEMS, LONGEST, WINDOWS = 60, 2048, 20
+ITEMS, LONGEST, WINDOWS = 60, 2048, 64
 TASK, METRIC = "ruler_niah_multikey", "niah_multikey"
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.codecs.klt import tiles_numba
+from kvlab.codecs.klt import attention_numba, tiles_numba
 from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
 from kvlab.codecs.klt.halves import scratch
 from kvlab.codecs.klt.plain import turn
@@ -148,13 +148,13 @@ class TileAttention:
         """
         queries, heads, _ = q.shape
         of_runs = x.queries()
-        seen = tiles_numba.Seen(
+        seen = attention_numba.Seen(
             np.full(len(of_runs) * heads, -np.inf, np.float32),
             np.zeros(len(of_runs) * heads, np.float32),
             np.zeros((len(of_runs) * heads, self.v.read.width + 1), np.float32),
         )
         flat, pages, to_keys = q.flatten(0, 1).contiguous().numpy(), rows.numpy(), self.k.read.to_tokens(dtype)
-        turned = tiles_numba.Turned(self.mean, *turning)
+        turned = attention_numba.Turned(self.mean, *turning)
 
         def part(number: int) -> int:
             runs = x.runs[slice(*x.parts[number])].copy()
@@ -162,7 +162,7 @@ class TileAttention:
             slots, runs[:, 0] = x.slots[begin:end], runs[:, 0] - begin
             k = self._keys(rows, slots, to_keys)
             tables = self.v.read.tables()
-            return tiles_numba.attend(runs, pages, slots, first, *tables, k, turned, heads, flat, x.until, seen)
+            return attention_numba.attend(runs, pages, slots, first, *tables, k, turned, heads, flat, x.until, seen)
 
         for fault in in_threads(part, len(x.parts)):
             refuse(fault)
@@ -188,7 +188,7 @@ class TileAttention:
                 own.index_add_(1, token[at], more[at].T)
         return out.numpy()
 
-    def _joined(self, seen: tiles_numba.Seen, of_runs: Tensor, queries: int, heads: int) -> tuple[Tensor, Tensor]:
+    def _joined(self, seen: attention_numba.Seen, of_runs: Tensor, queries: int, heads: int) -> tuple[Tensor, Tensor]:
         """What runs have seen, of all runs of a query (`pages.attention.joined`, of any number of parts)."""
         top, weight, total = (torch.from_numpy(part).unflatten(0, (-1, heads)) for part in seen)
         if len(of_runs) > queries:
