@@ -31,7 +31,9 @@ def replayed_inputs():
     """The files by which the gate measures rows again, of every model that has rows: `model` and all others."""
     read = measured_inputs({MECHANISMS: list(PARAMS.engines)})
     del read["model"]
-    patterns = [path for listed in read.values() for path in ([listed] if isinstance(listed, str) else listed)]
+    patterns = [
+        path for listed in read.values() for path in ([listed] if isinstance(listed, str) else listed)
+    ]
     return {
         "model": [file for slug in JUDGED for file in files_of(MODELS[slug].model)],
         "replayed": expand(patterns, model=JUDGED),

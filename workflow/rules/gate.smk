@@ -39,6 +39,7 @@ rule gate_report:
     Rows that would be certified are measured again, on a few items; of the default run's none would be.
     """
     input:
+        **replayed_inputs(),
         mechanisms="src/kvlab/gate/registry/mechanisms.yaml",
         evals="src/kvlab/gate/registry/evals.yaml",
         templates=expand("src/kvlab_pipeline/gate_page/templates/{page}.md.j2", page=["page", "reasons"]),
@@ -46,7 +47,6 @@ rule gate_report:
         current=expand("results/gate/current/{model}.json", model=JUDGED),
         records=expand("results/mechanisms/{model}/{engine}.json", model=JUDGED, engine=PARAMS.engines),
         scores=expand("results/mechanisms/{model}/{engine}.parquet", model=JUDGED, engine=PARAMS.engines),
-        **replayed_inputs(),
     output:
         page=report("results/gate/GATE.md", caption="../report/gate.rst", category="Verdict"),
         reasons="results/gate/GATE-reasons.md",
@@ -64,7 +64,10 @@ rule gate_report:
     params:
         code=Code("kvlab_pipeline.gate_page.page", "kvlab_pipeline.replay"),
         cfg=parameters(*measured_keys([MECHANISMS])),
-        replay=[Cfg(MODELS[slug].model_dump(mode="json", include=set(measured_keys([MECHANISMS])))) for slug in JUDGED],
+        replay=[
+            Cfg(MODELS[slug].model_dump(mode="json", include=set(measured_keys([MECHANISMS]))))
+            for slug in JUDGED
+        ],
         told=DISCLOSURES,
     message:
         "gate: {output.page}"
