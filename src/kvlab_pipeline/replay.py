@@ -121,7 +121,7 @@ class ReplayPart(MechanismsPart):
         self.scores = pl.DataFrame(scored, schema=SCORES)
 
 
-class Job(NamedTuple):
+class RecordedJob(NamedTuple):
     """One engine's record in the workspace, its table, and how many variants the whole run tried."""
 
     params: Params
@@ -181,7 +181,7 @@ class Workspace:
             found = [{"lacking": error.lines[0]} if isinstance(error, UserError) else {"differs": (differs,)}]
         return [told.model_copy(update=one) for one in found]
 
-    def _job(self, model: str | None, engine: str | None) -> Job:
+    def _job(self, model: str | None, engine: str | None) -> RecordedJob:
         """What the workspace holds of an engine.
 
         Raises
@@ -203,7 +203,7 @@ class Workspace:
             refuse_other_items(path, found[one][0], there)
             refuse_other_labels(*found[one])
             refuse_other_variants(params, one, found[one][0])
-        return Job(params, *found[engine], sum(variants_of(record) for record, _ in found.values()))
+        return RecordedJob(params, *found[engine], sum(variants_of(record) for record, _ in found.values()))
 
     def _texts(self, model: str) -> tuple[Path, Path]:
         """The windows and the needles of a model."""
@@ -224,7 +224,7 @@ class Workspace:
         there = {kind: path for kind, path in paths.items() if path.is_file()}
         return {origin: FittedFiles(**there)} if "sigma" in there else {}
 
-    def _measured(self, job: Job, labels: Sequence[str]) -> ReplayPart:
+    def _measured(self, job: RecordedJob, labels: Sequence[str]) -> ReplayPart:
         """Some rows of a record, measured again.
 
         Raises
@@ -286,7 +286,7 @@ def label_of(row: Row, record: MechanismsRecord) -> str:
     return named[row_id]
 
 
-def other_row(row: Row, label: str, job: Job) -> Iterator[Reason]:
+def other_row(row: Row, label: str, job: RecordedJob) -> Iterator[Reason]:
     """Where a row or its evidence is not what its record gives, field by field."""
     recorded = next(one for one in job.record.rows if one.label == label)
     made = measured_row(job.record, recorded, job.scores, TIERS[0], job.tested)
@@ -304,7 +304,7 @@ def other_row(row: Row, label: str, job: Job) -> Iterator[Reason]:
         yield Reason(code="record_other", field=f"evidence of {shown(piece.get('quality_eval_id'))}", said=said)
 
 
-def compared(label: str, job: Job, part: ReplayPart) -> dict[str, Any]:
+def compared(label: str, job: RecordedJob, part: ReplayPart) -> dict[str, Any]:
     """What measuring again found of one row, as fields of a `Replay`."""
     if label not in part.rows:
         why = next((one.reason for one in part.missing if one.label == label), "the parameters do not plan it")

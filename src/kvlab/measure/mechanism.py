@@ -32,7 +32,7 @@ from kvlab.measure.coding import Coder, Tally, now
 from kvlab.measure.eviction import EvictingCoder, KeepingCoder
 from kvlab.measure.latent import LatentCoder, fitted
 from kvlab.measure.scoring import WindowRun, cell_of_all_layers
-from kvlab.measure.variant import ITEMSIZE, Outcome, Variant, read_of
+from kvlab.measure.variant import ITEMSIZE, Variant, VariantOutcome, read_of
 from kvlab.witness.reading import reader, reader_of_kept
 
 IN_16_BITS = Recipe(k=CastStream(), v=CastStream())
@@ -100,7 +100,7 @@ class ReducedCache(Variant):
         else:
             self.coder = EvictingCoder(self.cell, self.asked, lambda n: self.engine().rotation(n), self.dtype)
 
-    def measure(self, run: WindowRun) -> Outcome:
+    def measure(self, run: WindowRun) -> VariantOutcome:
         """See `Variant`."""
         logits, held = over_kept(run, self.coder)
         tally, values = self.coder.tally, run.engine.info.values_per_token
@@ -108,9 +108,9 @@ class ReducedCache(Variant):
         note = {"stored": stored, "read": read_of(stored, run.context, len(run.ids), values)}
         note |= {"tally": tally.to_json(), "pattern": self.asked.told}
         attend = reader_of_kept([one.tolist() for one in held.places], held.context) if gone_from(held) else None
-        return Outcome(logits, run.over_clean, note, self.coder.made, attend)
+        return VariantOutcome(logits, run.over_clean, note, self.coder.made, attend)
 
-    def probes(self, run: WindowRun) -> Iterator[Outcome]:
+    def probes(self, run: WindowRun) -> Iterator[VariantOutcome]:
         """See `Variant`; their numbers are kept as they are computed."""
         for extreme in extremes(self.asked, run.engine.info, run.context):
             yield replace(self, asked=extreme, dtype=None, stream=None).measure(run)
@@ -136,7 +136,7 @@ class SparseReading(Variant):
     def __post_init__(self):
         self.name = self.asked.name
 
-    def measure(self, run: WindowRun) -> Outcome:
+    def measure(self, run: WindowRun) -> VariantOutcome:
         """See `Variant`."""
         plan = self.asked.plan(run.engine.info.n_layers, run.context)
         coder = coder_of(self.cell, self.calibrated) if self.cell else None
@@ -144,13 +144,13 @@ class SparseReading(Variant):
         effect.refuse_idle(plan)
         return replace(outcome, note=outcome.note | self._bytes(run, plan, effect, coder))
 
-    def probes(self, run: WindowRun) -> Iterator[Outcome]:
+    def probes(self, run: WindowRun) -> Iterator[VariantOutcome]:
         """See `Variant`; over K and V as they are."""
         cell = self.cell and self.cell.model_copy(update={"recipe": IDENTITY})
         for pattern in (Full(), SlidingWindow(1)):
             yield self._read(run, (pattern,) * run.engine.info.n_layers, coder_of(cell, None) if cell else None)[0]
 
-    def _read(self, run: WindowRun, plan: LayerPlan, coder: Coder | None) -> tuple[Outcome, Effect]:
+    def _read(self, run: WindowRun, plan: LayerPlan, coder: Coder | None) -> tuple[VariantOutcome, Effect]:
         """A window under a plan, and what that did."""
         engine, cell = run.engine, coder and coder.cell
         reference = run.reference_of(cell) if cell else run.reference  # made before attention is another
@@ -167,7 +167,7 @@ class SparseReading(Variant):
             took = now(logits) - began
             ran = sorted({pattern.name for pattern in plan_of(engine.model) or ()})
         note = {"seconds": took, "pattern": " and ".join(ran)}
-        return Outcome(logits, reference, note, held, reader(plan)), effect
+        return VariantOutcome(logits, reference, note, held, reader(plan)), effect
 
     def _bytes(self, run: WindowRun, plan: LayerPlan, effect: Effect, coder: Coder | None) -> dict[str, float]:
         """Of a token that is stored and of all that one reads: the context's K and V as they are coded, the rest not.

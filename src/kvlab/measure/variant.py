@@ -36,7 +36,7 @@ AGREE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VariantOutcome:
     """What a variant did on one window.
 
     Parameters
@@ -96,7 +96,7 @@ class Variant(ABC):
     coder: Coder | None = None
 
     @abstractmethod
-    def measure(self, run: WindowRun) -> Outcome:
+    def measure(self, run: WindowRun) -> VariantOutcome:
         """Score a window.
 
         Raises
@@ -105,7 +105,7 @@ class Variant(ABC):
             It did not do what it should on this window.
         """
 
-    def probes(self, run: WindowRun) -> Iterable[Outcome]:
+    def probes(self, run: WindowRun) -> Iterable[VariantOutcome]:
         """What keeps and reads everything, then next to nothing, on the same way as this; none of a codec."""
         return ()
 
@@ -145,7 +145,7 @@ class Variant(ABC):
             self.coder.warm_up(run.clean["pre_rope"], run.ids[: run.context], run.number)
 
     def compute_again(
-        self, model: PlainModel, run: WindowRun, outcome: Outcome, rows: pl.DataFrame | None = None
+        self, model: PlainModel, run: WindowRun, outcome: VariantOutcome, rows: pl.DataFrame | None = None
     ) -> Testimony | float | None:
         """Have a witness compute a window again.
 
@@ -193,15 +193,15 @@ class CodecVariant(Variant):
         """What is coded, where and how."""
         return self.coder.cell
 
-    def measure(self, run: WindowRun) -> Outcome:
+    def measure(self, run: WindowRun) -> VariantOutcome:
         """See `Variant`."""
         self.coder.tally = Tally()
         logits = run.logits(self.cell, self.coder)
         self.coder.refuse_idle(windows=1)
-        return Outcome(logits, run.reference_of(self.cell), {"tally": self.coder.tally.to_json()})
+        return VariantOutcome(logits, run.reference_of(self.cell), {"tally": self.coder.tally.to_json()})
 
     def compute_again(
-        self, model: PlainModel, run: WindowRun, outcome: Outcome, rows: pl.DataFrame | None = None
+        self, model: PlainModel, run: WindowRun, outcome: VariantOutcome, rows: pl.DataFrame | None = None
     ) -> Testimony:
         """See `Variant`; the cell runs once more, by a coder of its own, while everything is overheard."""
         seen = examined(model, run, coder_of(self.cell, self.coder.calibrated), run.ids)

@@ -22,10 +22,10 @@ from kvlab.codecs.klt.halves import scratch
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.reading import refuse
-from kvlab.codecs.klt.reading_numba import Tables, further
+from kvlab.codecs.klt.reading_numba import TileTables, further
 
 
-class KltColumns(Tables):
+class KltColumns(TileTables):
     """Reads what one coder coded; see `attention_view.Reader`."""
 
     def __init__(self, coder: StreamCoder):
@@ -70,7 +70,7 @@ class KltColumns(Tables):
     def _parts(self, row: TokenRow, first: int) -> Iterator[tuple[int, Tensor, list[tuple[Tensor, Tensor, Tensor]]]]:
         """Components of columns from `first` on, a part at a time: see `columns_numba.components`.
 
-        The first column of each, float32 [rows of a tile, n], and what is beside them (`Tables.beside`), if anything.
+        The first column of each, float32 [rows of a tile, n], and what is beside them (`TileTables.beside`), if any.
         """
         (data, pieces), end = gathered(row), row.length - row.waiting
         parts = max(1, -(-(end - first) // SCRATCH))

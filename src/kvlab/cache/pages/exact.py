@@ -59,7 +59,7 @@ def kept_exact(recipe: Recipe, path: str) -> tuple[int, int]:
     return kept["k"].sink, kept["k"].recent
 
 
-class Place(NamedTuple):
+class RequestPlace(NamedTuple):
     """What a running request has: its row of the store, and how many tokens it took from the prefix cache."""
 
     row: int
@@ -97,7 +97,7 @@ class ExactStore:
         memory = np.zeros(self.nbytes, dtype=np.uint8)
         self.values = torch.from_numpy(memory).view(dtype).view(shape)
         self._free = list(range(requests))[::-1]
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, RequestPlace] = {}
         self.running: Callable[[], Sequence[str]] = list  # names of a step's requests, as vLLM's runner orders them
 
     @property
@@ -136,7 +136,7 @@ class ExactStore:
                 code="not-active.exact-tokens",
             )
         row = self._places[name].row if name in self._places else self._free.pop()
-        self._places[name] = Place(row, taken)
+        self._places[name] = RequestPlace(row, taken)
 
     def coded(self, scheduled: SchedulerOutput) -> int:
         """Tokens that a step has to read coded, over all its sequences."""

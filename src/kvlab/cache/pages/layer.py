@@ -14,7 +14,7 @@ from kvlab.cache.pages.attention import Attended, Keys
 from kvlab.cache.pages.exact import ExactStore
 from kvlab.cache.pages.rope import Rotation, Unturned
 from kvlab.cache.pages.rows import Rows
-from kvlab.codecs.klt.reading import Components, Looked
+from kvlab.codecs.klt.reading import Looked, RowReader
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.core.errors import CodecNotActive
 
@@ -119,7 +119,7 @@ def writer(rows: Rows) -> Rows:
     return QuickRows(rows)
 
 
-def quick(rows: Rows) -> Components | None:
+def quick(rows: Rows) -> RowReader | None:
     """The compiled way to read rows where they are; None where their codec has none, or nothing compiles it."""
     if not isinstance(rows, KltRows):
         return None
@@ -127,15 +127,15 @@ def quick(rows: Rows) -> Components | None:
     if by_triton(device):
         from kvlab.codecs.klt.reading_triton import TritonLoop
 
-        return Components(rows.plan, TritonLoop(rows.plan))
+        return RowReader(rows.plan, TritonLoop(rows.plan))
     if device.type == "cpu" and compiled():
         from kvlab.codecs.klt.reading_numba import TileLoop
 
-        return Components(rows.plan, TileLoop(rows.plan))
+        return RowReader(rows.plan, TileLoop(rows.plan))
     return None
 
 
-def attention(k: Components | None, v: Components | None) -> TileAttention | None:
+def attention(k: RowReader | None, v: RowReader | None) -> TileAttention | None:
     """The compiled attention of few queries over both, None where either is read otherwise."""
     if not k or not v or k.plan.mean.device.type != "cpu" or by_triton(k.plan.mean.device):
         return None

@@ -82,7 +82,7 @@ def components(data, pieces, first, p, a, e, symbols, z, further, out, beside):
         See `tiles_numba.values`.
     out : array
         float32 [active + 2 * groups, columns], written.
-    beside : Further
+    beside : Beside
         Written, of all columns.
 
     Returns

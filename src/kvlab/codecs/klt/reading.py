@@ -33,7 +33,7 @@ components, and 1 after those of vectors about the second mean, float32 [groups,
 row is none that could have been written."""
 
 
-class Components:
+class RowReader:
     """What attention reads of one layer's K or V.
 
     Parameters

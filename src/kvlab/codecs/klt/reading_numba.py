@@ -15,16 +15,16 @@ from kvlab.codecs.klt import attention_numba, tiles_numba
 from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
 from kvlab.codecs.klt.halves import scratch
 from kvlab.codecs.klt.plain import turn
-from kvlab.codecs.klt.reading import Components, Looked, digits_of, plain_of, refuse
+from kvlab.codecs.klt.reading import Looked, RowReader, digits_of, plain_of, refuse
 from kvlab.codecs.klt.synthesis import Synthesis
-from kvlab.codecs.klt.tiles_numba import TILE, Further
+from kvlab.codecs.klt.tiles_numba import TILE, Beside
 from kvlab.codecs.shared.apart import apart
 
 SHARE = 256  # tokens that are worth a thread of their own
 BESIDE = 8192  # values of components without bits that escaped vectors of a part may hold; usual ones hold some 20
 
 
-class Tables:
+class TileTables:
     """A layer's tables as the compiled loops read them, and the way from a tile's rows to tokens.
 
     Parameters
@@ -38,7 +38,7 @@ class Tables:
         self.active, self.escapes = active_of(plan), escapes_of(plan)
         self.lines = len(self.active.component) + 2 * plan.groups
 
-    def room(self) -> tuple[NDArray, NDArray, Further]:
+    def room(self) -> tuple[NDArray, NDArray, Beside]:
         """What `tiles_numba.values` works in: symbols, components, and what escaped vectors hold beside them."""
         most = TILE * self.groups * self.width if self.escapes.there else 0
         # a row is 64 bytes longer than it has to be: at powers of two rows drive each other out of the near cache
@@ -60,7 +60,7 @@ class Tables:
         """Rows of a tile that each group has."""
         return np.diff(self.active.end, prepend=-2).tolist()
 
-    def beside(self, held: Further, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def beside(self, held: Beside, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens and groups int64 [count] of what lies beside, and what it adds to each, float32 [count, width]."""
         token, component, value = (torch.from_numpy(part[:count]) for part in held)
         group, own, back = component.long() // self.width, component.long() % self.width, self.plan.back
@@ -68,7 +68,7 @@ class Tables:
         return token.long(), group, more
 
 
-class TileLoop(Tables):
+class TileLoop(TileTables):
     """Reads rows in the memory of a CPU (`reading.Loop`)."""
 
     def __init__(self, plan: Synthesis):
@@ -106,11 +106,11 @@ class TileAttention:
 
     Parameters
     ----------
-    k, v : Components
+    k, v : RowReader
         Of the layer, read by a `TileLoop`.
     """
 
-    def __init__(self, k: Components, v: Components):
+    def __init__(self, k: RowReader, v: RowReader):
         self.k, self.v = k, v
         self.mean = k.plan.mean.flatten().numpy()
 
@@ -215,9 +215,9 @@ def pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="kvlab-pages")
 
 
-def further(most: int) -> Further:
+def further(most: int) -> Beside:
     """Room for so many values."""
-    return Further(np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32))
+    return Beside(np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32))
 
 
 def digits(plan: Synthesis) -> tuple[Tensor, ...]:

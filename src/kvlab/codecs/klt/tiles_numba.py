@@ -127,7 +127,7 @@ class Escapes(NamedTuple):
     deviation: NDArray
 
 
-class Further(NamedTuple):
+class Beside(NamedTuple):
     """What escaped vectors hold of components that have no bits: how far it is from their one value.
 
     Parameters
@@ -348,7 +348,7 @@ def tile(rows, slots, first, a, e, columns, symbols, z, further):
         Room: uint8 [bytes of the stream, TILE] and [groups * (width + 1), TILE].
     z : array
         float32 [active + 2 * groups, TILE], written: components times their scale, scales and second means (`Active`).
-    further : Further
+    further : Beside
         Written.
 
     Returns
@@ -458,7 +458,7 @@ def components(rows, slots, first, a, e, columns, symbols, z, further, out, besi
         See `tile`.
     out : array
         float32 [active + 2 * groups, n], written.
-    beside : Further
+    beside : Beside
         Written, of all tokens.
 
     Returns

@@ -15,7 +15,7 @@ from kvlab.measure.engines import Visit, Which
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.store import Found
 from kvlab.measure.subjects import code_of, deciding
-from kvlab.measure.variant import Outcome, Variant
+from kvlab.measure.variant import Variant, VariantOutcome
 from kvlab.measure.windows import Window
 from kvlab_pipeline.jobs.measure import Lab, calibrated_for
 from kvlab_pipeline.studies.mechanisms.items import SCORERS, TEXTS, VERSIONS
@@ -46,12 +46,12 @@ class OwnCache(Variant):
     engine: Callable[[], Engine]
     paged: bool
 
-    def measure(self, run: WindowRun) -> Outcome:
+    def measure(self, run: WindowRun) -> VariantOutcome:
         """See `Variant`."""
         engine, began = self.engine(), now(run.reference)
         logits = engine.score(run.ids, run.context)
         note = {"seconds": now(logits) - began} | (passed(engine, run) if self.paged else {})
-        return Outcome(logits, run.reference, note)
+        return VariantOutcome(logits, run.reference, note)
 
     def warm_up(self, run: WindowRun) -> None:
         """See `Variant`."""
@@ -126,7 +126,7 @@ class EvalSubject:
             self._warm = True
             self.variant.warm_up(run)
             self._canary = self.variant.canary(run)
-        outcome = self.variant.measure(run) if self.variant else Outcome(run.reference, self._as_it_is(run), {})
+        outcome = self.variant.measure(run) if self.variant else VariantOutcome(run.reference, self._as_it_is(run), {})
         reference = run.comparable(outcome.reference, window.first)
         logits = outcome.logits[window.first :].to(reference.logits.device)
         note = outcome.note | {"variant": judge(reference, logits), "baseline": judge(reference, reference.logits)}
