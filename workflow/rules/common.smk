@@ -21,7 +21,7 @@ import progress
 import unedited
 from closure import Code
 from declared import Cfg, Declared
-from kvlab.core import parent_watch
+from kvlab.core import code, parent_watch
 from kvlab.calibration.needs import needed_files
 from kvlab.codecs.catalogue import codec_modules, foreign_codecs
 from kvlab.core.errors import UserError
@@ -46,18 +46,21 @@ TEMPLATES = sorted(
 )
 
 
-def store():
-    """Where measured cells are kept, addressed by all that they are: one folder for a checkout and its workspaces.
+def own(name):
+    """A place of this checkout's own in .kvlab, one for it and its workspaces.
 
     The workspaces of presets link this folder's code, those of `dvc exp run --temp` and `--queue` lie inside .dvc/tmp.
     """
     place = Path(workflow.main_snakefile).resolve().parent
     place = place.parent if place.name == "workflow" else place
     inside = next((folder for folder in place.parents if folder.name == ".dvc"), None)
-    return os.environ.setdefault(
-        "KVLAB_STORE", str((inside.parent if inside else place) / ".kvlab" / "cells")
-    )
+    return str((inside.parent if inside else place) / ".kvlab" / name)
 
+
+# Where measured cells are kept, addressed by all that they are.
+STORE = os.environ.setdefault("KVLAB_STORE", own("cells"))
+# What was read in the sources: each start digests them all.
+os.environ.setdefault(code.KEPT, own("sources.json"))
 
 # A job ends with the Snakemake that runs it: on a cluster's node that is the one there.
 parent_watch.announce()
@@ -65,7 +68,7 @@ parent_watch.announce()
 # point to another checkout in the workspaces of `dvc exp run --temp` and `--queue`.
 shell.prefix(
     f'export PATH={quote(str(Path(sys.executable).parent))}:"$PATH"'
-    f' PYTHONPATH="$PWD/{SRC}" KVLAB_STORE={quote(store())}; '
+    f' PYTHONPATH="$PWD/{SRC}" KVLAB_STORE={quote(STORE)}; '
 )
 
 

@@ -133,7 +133,7 @@ def package_modules():
 
 def forget():
     """Read every file anew from now on."""
-    for cached in (module_file, files, meaning, code.parsed, code.imports, code.meaning):
+    for cached in (module_file, files, meaning, code.parsed, code.source):
         cached.cache_clear()
 
 
@@ -148,6 +148,7 @@ def main():
     folder.mkdir(parents=True)
     for path, text in records().items():
         (folder / path.name).write_text(text)
+    code.keep()
 
 
 if __name__ == "__main__":
