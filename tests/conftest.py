@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tiers import COMPILED, FIRST
+from tiers import COMPILED, FIRST, tier
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
@@ -22,13 +22,13 @@ ONE_ENGINE = (
 settings.load_profile(FIRST)  # unless --hypothesis-profile names the other
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Marks and what they mean; see `tiers`."""
-    config.addinivalue_line("markers", "full: only in `make test-all`, as it runs other programs or waits for them")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the folders in `LONG`."""
+    """Each test has one tier; begin with the folders in `LONG`."""
+    for item in items:
+        try:
+            tier({mark.name for mark in item.iter_markers()})
+        except ValueError as problem:
+            raise pytest.UsageError(f"{item.nodeid}: {problem}") from None
 
     def place(item: pytest.Item) -> int:
         folder = item.path.parent.relative_to(ROOT / "tests").as_posix()
