@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tiers import COMPILED, FIRST, tier
+from tiers import COMPILED, FIRST, FULL, tier
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
@@ -20,6 +20,13 @@ ONE_ENGINE = (
     "pipeline/studies",
 )  # their tests share the session's engines, so one process runs them all
 settings.load_profile(FIRST)  # unless --hypothesis-profile names the other
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the second tier only its files are read: to import all of them takes each process half a minute."""
+    if config.option.markexpr == FULL and collection_path.suffix == ".py":
+        return f"mark.{FULL}" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

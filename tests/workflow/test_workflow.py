@@ -157,7 +157,7 @@ def test_every_rule_that_runs_something_is_documented_logged_and_benchmarked(rul
         assert {"code", "cfg"} <= set(rule["params"]), name
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_changed_parameter_reaches_exactly_the_stages_that_name_it(affected, stages):
     assert len(affected) > 50
     for leaf, found in affected.items():
@@ -244,7 +244,7 @@ def test_a_cell_of_another_origin_gets_components_of_that_origin_when_it_reads_t
         assert int(counts["components_origin"]) == fitted, target
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_other_bits_fit_no_components_and_measure_no_ladder(affected):
     for leaf in ("bits", "v_bits"):
         assert not {"components", "ladder"} & set(affected[leaf])

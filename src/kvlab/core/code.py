@@ -87,6 +87,7 @@ def _file(name: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
+@lru_cache(None)
 def imports(name: str, path: Path) -> frozenset[str]:
     """Names that a module imports, at its top or inside its functions, and its parent package."""
     found = {name.rpartition(".")[0]}

@@ -15,7 +15,7 @@ from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.vllm.conftest import CHUNK, whole
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_a_codec_file_reruns_what_uses_it(lab):
     assert not {"corpus", "capture", "sigma", "components", "needles", "report"} & changed(lab)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_comments_and_times_rerun_nothing(lab):
     for name in ("src/kvlab/codecs/block/codec.py", "workflow/rules/choice.smk", "params.yaml"):
         (lab.root / name).open("a").write("\n# a comment\n")
