@@ -112,15 +112,25 @@ def test_the_report_plans_every_job(workspace, params):
     assert written(workspace) == set()
 
 
+# The messages are tests/core/test_params.py's; one of them is enough to see that Snakemake says them.
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"codec": {"blok_size": 64}}, "unknown parameter 'codec.blok_size'; did you mean 'codec.block_size'?"),
-        ({"baseline": {"dtypes": ["bfloat16"]}}, "baseline.dtypes is bfloat16; it must contain 'float32'"),
-        ({"cells": {"klt": {"rung": "klr"}}}, "cells.klt.rung: 'klr' is no rung; allowed: "),
-        (
+        pytest.param(
+            {"baseline": {"dtypes": ["bfloat16"]}},
+            "baseline.dtypes is bfloat16; it must contain 'float32'",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {"cells": {"klt": {"rung": "klr"}}},
+            "cells.klt.rung: 'klr' is no rung; allowed: ",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
             {"cells": {"k-only": {}, "twin": {"stream": "k"}}},
             "cells.k-only and cells.twin are the same cell (hf, in_forward)",
+            marks=pytest.mark.full,
         ),
     ],
 )
