@@ -163,7 +163,7 @@ TABLE_ORIGINS = list(dict.fromkeys(origin for study in TOGETHER for origin in pl
 # Parameters that a file carries which jobs read: the windows, the needles, the model's own.
 CARRIED = {"corpus", "windows", "mechanisms", "model"}
 KEYS_OF = STUDY_KEYS | {
-    BASELINE: (*CODEC_KEYS, "windows", "baseline", "engines", "protocols"),
+    BASELINE: (*CODEC_KEYS, "windows", "baseline", "engines", "protocols", "gap"),
     MECHANISMS: ("model", "calibration", "codec", "engines", "mechanisms", "jobs"),
 }
 # Whether targets are what a stage of DVC makes: what `studies` asks for. Typed by hand, a target makes its study all the same.
