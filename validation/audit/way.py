@@ -180,7 +180,7 @@ def _over_clean(changes: Changes) -> None:
 
         return planted
 
-    changes.around(HFEngine, "_filled", made)
+    changes.around(HFEngine, "filled", made)
 
 
 @PLANTS.fault("K of a filled cache rotated one position late")
@@ -194,7 +194,7 @@ def _late_positions(changes: Changes) -> None:
 
         return planted
 
-    changes.around(HFEngine, "_rotation", made)
+    changes.around(HFEngine, "rotation", made)
 
 
 @PLANTS.fault("the pass of a cell begins a layer late")

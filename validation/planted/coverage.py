@@ -105,18 +105,13 @@ class Table:
         self.noise = [self.column(values) for values in noisy]
         # to second order in the logits' error: a mean of KL and a variance of 2 KL (`stats.power`)
         self.delta_nll = self.column(kl[0] + np.sqrt(2 * kl[0]) * source.standard_normal(kl[0].shape))
-        a = flips_shape()
+        a = (1 - FLIPS) / FLIPS_CV**2 - FLIPS  # of a beta distribution with this mean and coefficient of variation
         rate = beta.ppf(source.random((windows, 1)), a, a * (1 / FLIPS - 1))
         self.kept = self.column((source.random((windows, TOKENS)) >= rate).astype(float))
 
     def column(self, values: np.ndarray) -> Column:
         """Values [windows, TOKENS] as a column."""
         return Column.of(*self._grid, values.ravel())
-
-
-def flips_shape() -> float:
-    """First parameter of the beta distribution with mean `FLIPS` and coefficient of variation `FLIPS_CV`."""
-    return (1 - FLIPS) / FLIPS_CV**2 - FLIPS
 
 
 def statistics() -> list[Statistic]:

@@ -103,7 +103,12 @@ def fields(comparison: GroupComparison) -> str:
     """Every recipe field of two sides, differences first."""
     order = {name: index for index, name in enumerate(("differs", "overlaps", "not recorded", "equal"))}
     lines = [
-        [code(one.name), values(one, 0, comparison), values(one, 1, comparison), emphasised(one.verdict)]
+        [
+            code(one.name),
+            values(one, 0, comparison),
+            values(one, 1, comparison),
+            f"**{one.verdict}**" if one.verdict == "differs" else one.verdict,
+        ]
         for one in sorted(comparison.fields, key=lambda one: order[one.verdict])
     ]
     return fmt.table(["recipe field", side(comparison.a), side(comparison.b), "reading"], lines)
@@ -113,11 +118,6 @@ def side(given) -> str:
     """Engine and protocol of a side."""
     names = [getattr(given, name) for name in ("engine", "protocol")]
     return f"({', '.join(code(name) if name else 'not recorded' for name in names)})"
-
-
-def emphasised(verdict: str) -> str:
-    """A difference in bold."""
-    return f"**{verdict}**" if verdict == "differs" else verdict
 
 
 def values(one: Field, which: int, comparison: GroupComparison) -> str:

@@ -8,7 +8,7 @@ through the cache. Both engines get the same tokens, cut in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -189,14 +189,9 @@ def refuse_sampling(task: str | None, options: dict) -> None:
             " name a task without sampling",
             code="capability.sampling",
         )
-    unknown = _unknown(options)
-    if unknown:
+    if unknown := sorted(set(options) - NEUTRAL - {"until", "max_gen_toks"}):
         raise CapabilityError(
             f"task {task!r} asks for {', '.join(unknown)} in its generation_kwargs; compared are greedy answers, whose"
             " only options are until and max_gen_toks",
             code="capability.generation-option",
         )
-
-
-def _unknown(options: Iterable[str]) -> list[str]:
-    return sorted(set(options) - NEUTRAL - {"until", "max_gen_toks"})

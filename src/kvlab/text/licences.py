@@ -75,7 +75,11 @@ def describe(licences: Iterable[Licence]) -> dict:
     return {
         "sha256": hashlib.sha256(everything.encode()).hexdigest(),
         "distributions": {
-            name: {"version": importlib.metadata.version(name), "documents": len(texts), "bytes": _bytes(texts)}
+            name: {
+                "version": importlib.metadata.version(name),
+                "documents": len(texts),
+                "bytes": sum(len(text.encode()) for text in texts),
+            }
             for name, texts in by_name.items()
         },
     }
@@ -105,7 +109,3 @@ def _new_paragraphs(text: str, seen: set[tuple[str, ...]]) -> Iterator[str]:
         if len(words) >= MIN_WORDS and len(runs - seen) >= NEW * len(runs):
             yield paragraph.strip()
         seen |= runs
-
-
-def _bytes(texts: Iterable[str]) -> int:
-    return sum(len(text.encode()) for text in texts)

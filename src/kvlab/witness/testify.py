@@ -233,15 +233,11 @@ class Witness:
             due = own.own[layer, part][:, : found.shape[1]]
             due = self.model.rotated(due) if rotated else due
             worst = max(worst, self._same(found, due, f"K and V that came to the codec: layer {layer} {part}"))
-            coded = self._coded_tokens
+            coded = self.claim.context if cell.span == "context" else len(self.claim.ids)
             if found.shape[1] != coded:
                 line = f"it codes {found.shape[1]} tokens of layer {layer} {part}, and {coded} are due"
                 self._object("witness.other-shape", line)
         return worst
-
-    @property
-    def _coded_tokens(self) -> int:
-        return self.claim.context if self.claim.cell.span == "context" else len(self.claim.ids)
 
     def _answers(self) -> None:
         """What left the codec is what the codec says, and as many bytes."""

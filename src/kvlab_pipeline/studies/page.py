@@ -11,6 +11,7 @@ from kvlab.core.records import write_text
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages import svg
 from kvlab_pipeline.pages.figure import Figure
+from kvlab_pipeline.studies.record import read_record
 from kvlab_pipeline.studies.table import Table
 
 
@@ -20,8 +21,8 @@ def write(study: str, records: Sequence[Path], out: Path) -> None:
     Parameters
     ----------
     study : str
-        A folder of `kvlab_pipeline.studies`: `read` of its `record` reads what `TITLE`, `ABOUT` and `tables` of
-        its `tables` make the page of. Where there is a `figure` too, it is drawn of each model, beside the page under
+        A folder of `kvlab_pipeline.studies`: `TITLE`, `ABOUT` and `tables` of its `tables` make the page of the
+        `RECORD` of its `record`. Where there is a `figure` too, it is drawn of each model, beside the page under
         its slug.
     records : sequence of Path
         One for each model, the leading one first.
@@ -38,7 +39,7 @@ def write(study: str, records: Sequence[Path], out: Path) -> None:
     kept, told = (import_module(f"kvlab_pipeline.studies.{study}.{part}") for part in ("record", "tables"))
     found, figures = {}, {}
     for path in records:
-        record = kept.read(path)
+        record = read_record(path, kept.RECORD, study)
         if record.model in found:
             raise UserError(f"{path} is of the model {record.model!r}, and so is a record before it; name each once")
         found[record.model] = told.tables(record)

@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from typing import NamedTuple
+
+import numba
 import pytest
 import torch
 from hypothesis import given
@@ -18,13 +23,15 @@ from kvlab.cache.pages.layer import LayerPages, quick
 from kvlab.cache.pages.rope import Rotation
 from kvlab.cache.pages.rows import rows_of
 from kvlab.codecs.base import Site
-from kvlab.codecs.klt import KltStream, tiles_numba
+from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.reading import Looked
 from kvlab.codecs.klt.reading_numba import TileLoop
 from kvlab.codecs.registry import build
+from kvlab.codecs.shared import compiled
 from kvlab.core.errors import StreamError
 
 BLOCK = 4
+CODE = compiled.code  # as it is, whatever a test puts in its place
 
 
 @pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
@@ -77,8 +84,59 @@ def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(monkeypat
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: ("compiled", function)
 
-    monkeypatch.setattr(tiles_numba, "njit", njit)
-    assert tiles_numba.compiled(len) == ("compiled", len)
+    monkeypatch.setattr(compiled, "njit", njit)
+    monkeypatch.setattr(further, "__qualname__", "further")
+    assert compiled.compiled(further) == ("compiled", further)
+
+
+class Before(NamedTuple):
+    """A class that an upgrade renames."""
+
+    number: int
+
+
+class After(NamedTuple):
+    """The same by its new name."""
+
+    number: int
+
+
+def further(place):
+    """A loop in a file that the upgrade leaves as it is."""
+    return place.number + 1
+
+
+def test_what_other_code_left_on_disk_is_not_read(monkeypatch, tmp_path):
+    """An upgrade in place: the index of compiled loops names a class that is gone."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def called(code, place):
+        monkeypatch.setattr(compiled, "code", lambda: code)
+        monkeypatch.setattr(further, "__qualname__", "further")
+        function = compiled.compiled(further)
+        return function(place), sum(function.stats.cache_hits.values())
+
+    place = Before(2)
+    assert called("before", place) == (3, 0) and called("before", place) == (3, 1)
+    monkeypatch.delattr(sys.modules[__name__], "Before")
+    with pytest.raises(AttributeError):  # what numba does by itself
+        called("before", After(2))
+    assert called("after", After(2)) == (3, 0)
+
+
+def test_each_file_of_the_codecs_is_in_the_name_of_what_is_kept(monkeypatch, tmp_path):
+    folder = tmp_path / "codecs" / "shared"
+    (tmp_path / "codecs" / "klt").mkdir(parents=True)
+    folder.mkdir()
+    constants = tmp_path / "codecs" / "klt" / "bits.py"
+    constants.write_text("VALUE_BITS = 8\n")
+    monkeypatch.setattr(compiled, "__file__", str(folder / "compiled.py"))
+    code = inspect.unwrap(CODE)
+    first = code()
+    constants.write_text("VALUE_BITS = 9\n")
+    second = code()
+    constants.rename(constants.with_name("value.py"))
+    assert len({first, second, code()}) == 3
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few-queries", "many"])

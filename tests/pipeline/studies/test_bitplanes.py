@@ -19,6 +19,7 @@ from kvlab.text import corpus
 from kvlab_pipeline.studies.bitplanes import measure, planes, recall, tables
 from kvlab_pipeline.studies.bitplanes import record as records
 from kvlab_pipeline.studies.bitplanes.measure import layers, places, ranked_variants
+from kvlab_pipeline.studies.record import read_record
 from refusals import refused
 from tiers import examples
 
@@ -177,7 +178,7 @@ def asks(tiny_params):
 def record(asks, tiny_windows, tmp_path_factory):
     out = tmp_path_factory.mktemp("bitplanes") / "tiny.json"
     measure.measure(asks, tiny_windows, out)
-    return records.read(out)
+    return read_record(out, records.RECORD, "bitplanes")
 
 
 def named(record, label: str, basis: str = "rotated"):
@@ -265,7 +266,7 @@ def test_asking_for_more_than_there_is_is_refused(asks, tiny_windows, hf_engine,
 def test_another_file_is_no_record(tmp_path):
     write_json(tmp_path / "other.json", {"arms": []})
     with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
-        records.read(tmp_path / "other.json")
+        read_record(tmp_path / "other.json", records.RECORD, "bitplanes")
 
 
 def test_a_ranking_that_ranks_nothing_is_no_number(record):

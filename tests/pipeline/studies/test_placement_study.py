@@ -19,6 +19,7 @@ from kvlab_pipeline.studies.placement import record as records
 from kvlab_pipeline.studies.placement.measure import Runs, Text, control, orders, shift, shifted, tied
 from kvlab_pipeline.studies.placement.record import PlantedControl, RunVerdict
 from kvlab_pipeline.studies.placement.verdict import Binned, comparable, judge, leads
+from kvlab_pipeline.studies.record import read_record
 from refusals import refused
 from tiers import examples
 
@@ -176,7 +177,7 @@ def asks(tiny_params):
 def record(asks, tiny_windows, tmp_path_factory):
     out = tmp_path_factory.mktemp("placement") / "tiny.json"
     measure.measure(asks, tiny_windows, out)
-    return records.read(out)
+    return read_record(out, records.RECORD, "placement")
 
 
 def test_reading_by_position_changes_no_bit_and_reading_by_block_does(record):
@@ -224,4 +225,4 @@ def test_more_windows_than_there_are_are_refused(asks, tiny_windows, tmp_path):
 def test_another_file_is_no_record(tmp_path):
     write_json(tmp_path / "other.json", {})
     with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
-        records.read(tmp_path / "other.json")
+        read_record(tmp_path / "other.json", records.RECORD, "placement")

@@ -18,6 +18,7 @@ from kvlab_pipeline.studies.policy import record as records
 from kvlab_pipeline.studies.policy.asking import WatchedRun, ask, planted_chunks
 from kvlab_pipeline.studies.policy.measure import arms, blocks_of, thirds
 from kvlab_pipeline.studies.policy.record import FORESIGHT, NeedleResult
+from kvlab_pipeline.studies.record import read_record
 from refusals import refused
 
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")
@@ -52,7 +53,7 @@ def asks(tiny_params):
 def record(asks, planted, tmp_path_factory):
     out = tmp_path_factory.mktemp("policy") / "tiny.json"
     measure.measure(asks, planted, out)
-    return records.read(out)
+    return read_record(out, records.RECORD, "policy")
 
 
 def run_after(model, needle: Needle, blocks: int, name: str = "lru", **how) -> PagedRun:
@@ -187,4 +188,4 @@ def test_more_needles_than_there_are_are_refused(asks, planted, tmp_path):
 def test_another_file_is_no_record(tmp_path):
     write_json(tmp_path / "other.json", {})
     with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
-        records.read(tmp_path / "other.json")
+        read_record(tmp_path / "other.json", records.RECORD, "policy")

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from kvlab.core.errors import Fault, ParamsError, StorageError
+from kvlab_pipeline.studies.record import read_record
 from kvlab_pipeline.studies.restore import measure as measuring
 from kvlab_pipeline.studies.restore.promises import promises
 from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens
-from kvlab_pipeline.studies.restore.record import RestoreRecord, RestoreSettings, Speed, break_even, read
+from kvlab_pipeline.studies.restore.record import RestoreRecord, RestoreSettings, Speed, break_even
 from kvlab_pipeline.studies.restore.speed import timed, turns
 from kvlab_pipeline.studies.restore.stored import RAW, common
 from kvlab_pipeline.studies.restore.tables import tables
@@ -47,7 +48,7 @@ def written(tiny_params, tiny_windows, tiny_fitted, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def record(written) -> RestoreRecord:
-    return read(written)
+    return read_record(written, RestoreRecord, "restore")
 
 
 @pytest.mark.full
@@ -262,7 +263,7 @@ def test_a_small_pool_promises_bits_and_that_it_was_small(record, change, words)
 def test_another_file_is_no_record(tmp_path):
     (tmp_path / "x.json").write_text("{}")
     with refused(StorageError, "storage.no-record", tmp_path / "x.json"):
-        read(tmp_path / "x.json")
+        read_record(tmp_path / "x.json", RestoreRecord, "restore")
 
 
 def test_the_page_needs_no_torch():

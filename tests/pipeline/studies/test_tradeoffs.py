@@ -9,6 +9,7 @@ from kvlab.core.errors import ParamsError, StorageError, UserError
 from kvlab.core.params import Params
 from kvlab.core.records import read_json, write_json
 from kvlab_pipeline.studies import page
+from kvlab_pipeline.studies.record import read_record
 from kvlab_pipeline.studies.tradeoffs import record as records
 from kvlab_pipeline.studies.tradeoffs import tables
 from kvlab_pipeline.studies.tradeoffs.arms import FULL, CacheShape, arms, kept_at, rank_at, recipes_of
@@ -40,7 +41,7 @@ def written(asks, tiny_windows, tiny_fitted, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(written):
-    return records.read(written)
+    return read_record(written, records.RECORD, "tradeoffs")
 
 
 class TestBudgets:
@@ -132,4 +133,4 @@ class TestARun:
         del other["arms"]
         write_json(tmp_path / "other.json", other)
         with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
-            records.read(tmp_path / "other.json")
+            read_record(tmp_path / "other.json", records.RECORD, "tradeoffs")

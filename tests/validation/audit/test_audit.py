@@ -10,6 +10,7 @@ from kvlab.core.errors import Fault
 from refusals import refused
 from validation.audit import run
 from validation.audit.files import PAGES, TABLES
+from validation.audit.plant import Changes
 from validation.audit.trial import PLANTS
 from validation.audit.workspace import Workspace
 
@@ -21,6 +22,24 @@ def test_there_are_more_than_sixty_faults_of_the_running_chain():
     assert len(PLANTS) >= 60 and len(TABLES) + len(PAGES) >= 20
     assert len(PLANTS | TABLES | PAGES) == len(PLANTS) + len(TABLES) + len(PAGES)
     assert sum(bool(plant.beyond) for plant in PLANTS.values()) <= 3
+
+
+class Recorded(Changes):
+    """Changes that remember what they replaced."""
+
+    def put(self, target, name, new):
+        self.__dict__.setdefault("places", []).append((target, name, getattr(target, name)))
+        super().put(target, name, new)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_fault_finds_what_it_changes(name):
+    # what it replaces may be renamed, and a fault that is not in place would look like one that nothing catches
+    with Recorded() as changes:
+        PLANTS[name].apply(changes)
+        assert changes.places
+        assert all(getattr(target, attribute) is not was for target, attribute, was in changes.places)
+    assert all(getattr(target, attribute) is was for target, attribute, was in changes.places)
 
 
 def test_the_page_says_what_caught_what():

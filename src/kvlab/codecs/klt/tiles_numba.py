@@ -11,19 +11,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, int32, njit, uint8
+from numba import float32, int32, uint8
 from numpy.typing import NDArray
 
 from kvlab.codecs.klt.bits import VALUE_BITS
 from kvlab.codecs.klt.fields import COUNT_BITS
 from kvlab.codecs.klt.reading import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
 from kvlab.codecs.klt.scales import PLAIN, SCALE_BITS
+from kvlab.codecs.shared.compiled import compiled
 
 TILE = 256  # tokens: their symbols and components stay in a near cache, and a step over them pays its beginning
 SCALE_END = COUNT_BITS + SCALE_BITS
-
-SUMS = {"contract", "reassoc", "nsz"}
-"""What a compiler may do to sums: take them in another order, as a matrix product would. NaN and infinity stay."""
 
 
 class Active(NamedTuple):
@@ -141,15 +139,6 @@ class Beside(NamedTuple):
     token: NDArray
     component: NDArray
     value: NDArray
-
-
-def compiled(function):
-    """A function compiled when it is first called, and kept on disk where there is a place for that."""
-    options = {"nogil": True, "fastmath": SUMS, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder can be written to: each process compiles anew
-        return njit(**options)(function)
 
 
 # ------------------------------------------------------------------------------------------- rows to components

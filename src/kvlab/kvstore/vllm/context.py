@@ -93,8 +93,9 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
         lines = "; ".join(line for _, line in reasons)
         raise CapabilityError(f"snapshots cannot be used here: {lines}", code=reasons[0][0])
     spec, config = kv_cache_config.kv_cache_groups[0].kv_cache_spec, vllm_config.model_config
+    rope = canonical(rope_of(config.hf_config.to_dict()))
     identity = _identity(
-        str(config.model), config.revision, named(config.dtype), settings.chunk_tokens, _rope(config), salt_of(settings)
+        str(config.model), config.revision, named(config.dtype), settings.chunk_tokens, rope, salt_of(settings)
     )
     geometry = identity.geometry
     found = (len(kv_cache_config.kv_cache_groups[0].layer_names), spec.num_kv_heads, spec.head_size, named(spec.dtype))
@@ -176,10 +177,6 @@ def _of_cache(config: KVCacheConfig) -> Iterator[tuple[str, str]]:
         yield "capability.layer-kinds", f"the layers keep {type(spec).__name__} and not K and V of all tokens"
     elif spec.sliding_window is not None or spec.attention_chunk_size is not None:
         yield "capability.window", "the layers attend to a window only"
-
-
-def _rope(config: ModelConfig) -> str:
-    return canonical(rope_of(config.hf_config.to_dict()))
 
 
 @lru_cache(maxsize=4)

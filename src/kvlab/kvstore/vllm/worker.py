@@ -135,15 +135,10 @@ class Mover:
             for number, chunk in enumerate(snapshot.chunks(len(job.tokens), coder)):
                 if (number + 1) * size > job.begin:
                     self._rows.write(job.block_ids, number * size, chunk, job.begin)
-            self._mixed_with(snapshot.manifest.made)
+            # vLLM shares its blocks, so what is saved from now on may begin with K and V of other numerics; how its own
+            # tokens were computed is known of each save, and is said with it
+            self._made = mixed({**snapshot.manifest.made, COMPUTED: PREFILL}, self._made)
             return len(job.tokens) - job.begin, snapshot.nbytes
-
-    def _mixed_with(self, made: Mapping[str, str]) -> None:
-        """What is saved from now on may have begun with K and V of other numerics, for vLLM shares its blocks.
-
-        How its tokens were computed is known of each save, and is said with it.
-        """
-        self._made = mixed({**made, COMPUTED: PREFILL}, self._made)
 
     def _saved(self, job: Save) -> tuple[int, int]:
         rows = partial(self._rows.layer, block_ids=job.block_ids, tokens=len(job.tokens))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
-from kvlab.core.errors import StorageError
-from kvlab.core.records import Provenance, read_json
 from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
+from kvlab_pipeline.studies.record import StudyRecord
 from kvlab_pipeline.studies.table import EstimateRecord
 
 Basis = Literal["rotated", "raw"]
@@ -77,14 +73,13 @@ class BudgetUse(Frozen):
     slipped: float
 
 
-class BitplanesRecord(Frozen):
+class BitplanesRecord(StudyRecord):
     """The JSON of the study.
 
     `ceiling` is the best that any choice of chunks can reach, by budget; the best choice of tokens is the arm
     ``full``. `entropy` (nats) and `largest` are means of the attention weights.
     """
 
-    provenance: Provenance
     settings: BitplanesStudy
     dtype: str
     layers: int
@@ -101,17 +96,5 @@ class BitplanesRecord(Frozen):
     entropy: float
     largest: float
 
-    @property
-    def model(self) -> str:
-        """Slug of the model."""
-        return self.provenance.model
 
-
-def read(path: Path | str) -> BitplanesRecord:
-    """Read a record; `StorageError` when the file is missing or of another kind."""
-    try:
-        return BitplanesRecord.model_validate(read_json(path))
-    except ValidationError as error:
-        raise StorageError(
-            f"{path} is no record of the study of bit planes: {error.errors()[0]}", code="storage.no-record"
-        ) from None
+RECORD = BitplanesRecord

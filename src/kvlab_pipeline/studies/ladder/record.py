@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from kvlab.calibration.needs import needs_calibration
-from kvlab.core.errors import StorageError
 from kvlab.core.params import Params
 from kvlab.core.recipe import Engine, Recipe
-from kvlab.core.records import Provenance, read_json
+from kvlab.core.records import Provenance
 from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Testimony
 from kvlab_pipeline.studies.ladder.plan import rungs
+from kvlab_pipeline.studies.record import read_record
 
 GAIN_WINDOWS = 16  # scored windows whose K and V the coding gain is measured on; none of a longer ladder's tells more
 
@@ -157,23 +157,9 @@ def gain_windows(params: Params) -> int:
 
 def read_facts(path: Path | str) -> Facts:
     """The record of ``kvlab step ladder``; `StorageError` when it is none."""
-    return _read(path, Facts, "ladder")
+    return read_record(path, Facts, "ladder")
 
 
 def read_further(path: Path | str) -> Further:
     """The record of ``kvlab step ladder_further``; `StorageError` when it is none."""
-    return _read(path, Further, "ladder_further")
-
-
-Record = TypeVar("Record", Facts, Further)
-
-
-def _read(path: Path | str, kind: type[Record], step: str) -> Record:
-    try:
-        return kind.model_validate(read_json(path))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        raise StorageError(
-            f"{path} is no record of `kvlab step {step}`: {place}: {problem['msg']}", code="storage.no-record"
-        ) from None
+    return read_record(path, Further, "ladder_further")

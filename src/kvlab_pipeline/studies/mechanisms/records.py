@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import median
 
 import polars as pl
-from pydantic import ValidationError
 
 from kvlab.core.errors import Fault, StaleResult, StorageError, WitnessDisagrees
-from kvlab.core.records import Provenance, file_hash, finite, forget, read_json, write_json, write_table
+from kvlab.core.records import Provenance, file_hash, finite, forget, write_json, write_table
 from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Pool, Served, Testimony
 from kvlab_pipeline.studies.mechanisms.plan import SERVED
+from kvlab_pipeline.studies.record import read_record
 
 # One row per scored item of a variant: a window of text, of which `variant` and `baseline` are means over its scored
 # tokens, or a needle, 1 where it was found and 0 where not, or a text after which something is written: the share of
@@ -159,14 +159,9 @@ def read_mechanisms(path: Path | str) -> tuple[MechanismsRecord, pl.DataFrame]:
         A score is NaN or infinite.
     """
     path = Path(path)
+    record = read_record(path.with_suffix(".json"), MechanismsRecord, "mechanisms")
     try:
-        record = MechanismsRecord.model_validate(read_json(path.with_suffix(".json")))
         table = pl.read_parquet(path.with_suffix(".parquet"))
-    except ValidationError as error:
-        raise StorageError(
-            f"{path.with_suffix('.json')} is no record of `kvlab step mechanisms`: {error.errors()[0]}",
-            code="storage.no-record",
-        ) from None
     except (OSError, pl.exceptions.PolarsError) as error:
         raise StorageError(f"cannot read {path.with_suffix('.parquet')}: {error}") from None
     if table.schema != SCORES:

@@ -198,11 +198,6 @@ def entries(measured: ChapterInputs) -> dict:
     return {"mitigations": mitigation_entries(measured.params, measured.results, measured.boot, choice)}
 
 
-def context(metrics: dict, basis: Basis) -> dict:
-    """What ``mitigations.md.j2`` names."""
-    return {"mitigations": mitigations_context(metrics, basis)}
-
-
 def claimed(metrics: dict) -> list[dict]:
     """One claim for each way to spend that is another cell than its rival."""
     left_uncoded = (metrics.get("settings") or {}).get("codec", {}).get("boundary_layers", ())
@@ -219,7 +214,7 @@ CHAPTER = Chapter(
     parts={"mitigations": Mitigations},
     entries=entries,
     sections={"mitigations": PageSection(100, "Where bytes are best spent", asks="ways to spend bytes")},
-    context=context,
+    context=lambda metrics, basis: {"mitigations": mitigations_context(metrics, basis)},
     claims=claimed,
     figures={"mitigations": Drawn(mitigations_table, mitigations)},
     limits=limits,
@@ -392,15 +387,8 @@ def arms(rows: list[dict]) -> str:
     )
 
 
-def mitigations_context(metrics: dict, basis: Callable[[list[dict]], str]) -> dict | None:
-    """Everything that ``mitigations.md.j2`` names under ``mitigations``; None when the study was not run.
-
-    Parameters
-    ----------
-    metrics : dict
-    basis : callable
-        From Estimates to the line under their table.
-    """
+def mitigations_context(metrics: dict, basis: Basis) -> dict | None:
+    """What ``mitigations.md.j2`` names under ``mitigations``; None when the study was not run."""
     found = metrics.get("mitigations")
     if not found:
         return None

@@ -10,16 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from kvlab.codecs.block.studied import coded_layers, studied_recipe
 from kvlab.codecs.klt import KltStream
-from kvlab.core.errors import StaleResult, StorageError
+from kvlab.core.errors import StaleResult
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell, DType, Engine, LayerRecipe, Protocol, Recipe, digest
-from kvlab.core.records import Provenance, read_json
+from kvlab.core.records import Provenance
 from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.mitigations.params import rises
+from kvlab_pipeline.studies.record import read_record
 
 READS = ("windows", "engines", "gap", "mitigations")  # of params.yaml, beside what every codec reads
 
@@ -304,10 +303,4 @@ def cell_of(arm: Mitigation, params: Params, engine: str, protocol: str, windows
 
 def read_choice(path: Path) -> ChoiceRecord:
     """What `kvlab step choose` wrote; `StorageError` for anything else."""
-    try:
-        return ChoiceRecord.model_validate(read_json(path))
-    except ValidationError as error:
-        raise StorageError(
-            f"{path} is no choice of layers: {error.errors()[0]['msg']}; run `kvlab step choose`",
-            code="storage.no-record",
-        ) from None
+    return read_record(path, ChoiceRecord, "choose")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
-from kvlab.core.errors import StorageError
-from kvlab.core.records import Provenance, read_json
 from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.placement.params import PlacementStudy
+from kvlab_pipeline.studies.record import StudyRecord
 
 Kind = Literal["same", "near tie", "seam bug"]
 KINDS: tuple[Kind, ...] = ("same", "near tie", "seam bug")
@@ -80,7 +76,7 @@ class PlantedControl(Frozen):
         return self.flipped > 0 and self.right == self.flipped
 
 
-class PlacementRecord(Frozen):
+class PlacementRecord(StudyRecord):
     """The JSON of the study.
 
     `rows` are compared in each run: all rows of the context, and decoded ones up to the first that differs. `noise` is
@@ -88,7 +84,6 @@ class PlacementRecord(Frozen):
     second half is judged by.
     """
 
-    provenance: Provenance
     settings: PlacementStudy
     dtype: str
     context: int
@@ -104,17 +99,5 @@ class PlacementRecord(Frozen):
     least_margin: float
     controls: tuple[PlantedControl, ...]
 
-    @property
-    def model(self) -> str:
-        """Slug of the model."""
-        return self.provenance.model
 
-
-def read(path: Path | str) -> PlacementRecord:
-    """Read a record; `StorageError` when the file is missing or of another kind."""
-    try:
-        return PlacementRecord.model_validate(read_json(path))
-    except ValidationError as error:
-        raise StorageError(
-            f"{path} is no record of the study of placement: {error.errors()[0]}", code="storage.no-record"
-        ) from None
+RECORD = PlacementRecord

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
 from kvlab.core.errors import StorageError
-from kvlab.core.records import read_json
 from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.policy.params import PolicyStudy
 from kvlab_pipeline.studies.table import EstimateRecord
@@ -99,11 +95,4 @@ class PolicyRecord(Frozen):
         raise StorageError(f"the record holds no {policy} in a pool of {pool}, {prefill}", code="storage.no-arm")
 
 
-def read(path: Path | str) -> PolicyRecord:
-    """Read a record; `StorageError` when the file is missing or of another kind."""
-    try:
-        return PolicyRecord.model_validate(read_json(path))
-    except ValidationError as error:
-        raise StorageError(
-            f"{path} is no record of the study of policies: {error.errors()[0]}", code="storage.no-record"
-        ) from None
+RECORD = PolicyRecord

@@ -9,14 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import polars as pl
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from kvlab.codecs.block.studied import studied_recipe, variance_ratios
 from kvlab.core.errors import StorageError
 from kvlab.core.params import Params
 from kvlab.core.recipe import DType, Engine, Recipe, StreamRecipe
-from kvlab.core.records import Provenance, finite, forget, read_json, write_json, write_table
+from kvlab.core.records import Provenance, finite, forget, write_json, write_table
 from kvlab.core.settings import Frozen
+from kvlab_pipeline.studies.record import read_record
 
 STREAMS = ("k", "v")
 KEY = ("variance_ratio", "layer", "stream", "window")
@@ -129,12 +130,7 @@ def read_residual(path: Path | str) -> tuple[ResidualRecord, pl.DataFrame]:
         A column holds NaN or infinity.
     """
     path = Path(path)
-    try:
-        record = ResidualRecord.model_validate(read_json(path.with_suffix(".json")))
-    except ValidationError as error:
-        raise StorageError(
-            f"{path.with_suffix('.json')} is not a residual record: {error.errors()[0]}", code="storage.no-record"
-        ) from None
+    record = read_record(path.with_suffix(".json"), ResidualRecord, "residual")
     table = path.with_suffix(".parquet")
     try:
         rows = pl.read_parquet(table)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from kvlab.codecs.catalogue import LADDERED
-from kvlab.core.errors import StorageError
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
-from kvlab.core.records import Provenance, read_json
 from kvlab.core.settings import Frozen
+from kvlab_pipeline.studies.record import StudyRecord
 from kvlab_pipeline.studies.restore.params import Storable
 from kvlab_pipeline.studies.table import EstimateRecord
 
@@ -221,10 +219,9 @@ class Harness(Frozen):
     speedup: float | None
 
 
-class RestoreRecord(Frozen):
+class RestoreRecord(StudyRecord):
     """The JSON of the study."""
 
-    provenance: Provenance
     machine: dict[str, str | int]
     threads: int
     attention: str
@@ -236,17 +233,5 @@ class RestoreRecord(Frozen):
     unstored: tuple[Unstored, ...]
     harness: Harness
 
-    @property
-    def model(self) -> str:
-        """Slug of the model."""
-        return self.provenance.model
 
-
-def read(path: Path | str) -> RestoreRecord:
-    """Read a record; `StorageError` when the file is missing or of another kind."""
-    try:
-        return RestoreRecord.model_validate(read_json(path))
-    except ValidationError as error:
-        raise StorageError(
-            f"{path} is no record of the study of restoring: {error.errors()[0]}", code="storage.no-record"
-        ) from None
+RECORD = RestoreRecord

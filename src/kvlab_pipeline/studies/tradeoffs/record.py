@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from pydantic import ValidationError
-
-from kvlab.core.errors import StorageError
-from kvlab.core.records import Provenance, read_json
 from kvlab.core.settings import Frozen
+from kvlab_pipeline.studies.record import StudyRecord
 from kvlab_pipeline.studies.table import EstimateRecord
 from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
 
@@ -64,13 +59,12 @@ class Drafted(Frozen):
         return (self.draft * self.coded + self.exact) * tokens / self.tokens_per_call
 
 
-class TradeoffsRecord(Frozen):
+class TradeoffsRecord(StudyRecord):
     """The JSON of the study; `text` is ``other``, or ``test`` where no other was cut.
 
     `full` and `full_read` are bytes of 16 bits, `exact_found` the needles without any arm.
     """
 
-    provenance: Provenance
     machine: dict
     threads: int
     settings: Tradeoffs
@@ -87,21 +81,9 @@ class TradeoffsRecord(Frozen):
     drafted: tuple[Drafted, ...]
 
     @property
-    def model(self) -> str:
-        """Its slug."""
-        return self.provenance.model
-
-    @property
     def full(self) -> float:
         """Bytes of a token in 16 bits."""
         return 2.0 * self.values
 
 
-def read(path: Path | str) -> TradeoffsRecord:
-    """Read a record; `StorageError` when the file is missing or of another kind."""
-    try:
-        return TradeoffsRecord.model_validate(read_json(path))
-    except ValidationError as error:
-        raise StorageError(
-            f"{path} is no record of the study of tradeoffs: {error.errors()[0]}", code="storage.no-record"
-        ) from None
+RECORD = TradeoffsRecord
