@@ -16,6 +16,7 @@ from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, NEEDLE
 from kvlab_pipeline.studies.mechanisms.records import (
     SCORES,
     EvalRun,
+    LengthCounts,
     MechanismRow,
     MechanismsRecord,
     Missing,
@@ -72,13 +73,26 @@ SEEN = Testimony(
 """What a witness would say of a codec."""
 
 
+def run_of(name, context=None, version="1", **counted) -> EvalRun:
+    """What an eval of items of one length counted."""
+    return EvalRun.of((LengthCounts(**counted),), quality_eval_id=name, version=version, context=context)
+
+
+def recounted(run: EvalRun, **counts) -> EvalRun:
+    """The same of an eval whose items are of one length, with other counts."""
+    (one,) = run.lengths
+    told = one.model_dump() | counts
+    return run_of(run.quality_eval_id, run.context, run.version, **told)
+
+
 def row(label, mechanism, variant, bits=None, stored=16.0, fires=0, drift=1.0, **changed) -> MechanismRow:
     """A variant that stores so many bits per value; over the needles `drift` times as many."""
     counted = {name: round(stored * items * VALUES / 8) for name, items in SCORED.items()}
+    tokens = CONTEXT if changed.get("span", "context") == "context" else WINDOW
     runs = tuple(
-        EvalRun(
-            quality_eval_id=name,
-            version="1",
+        run_of(
+            name,
+            tokens=tokens,
             items=items,
             fires=fires * items,
             expected_fires=fires * items,

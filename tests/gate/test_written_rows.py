@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from gate.planted_records import BASE, GOOD, VALUES, plant, record, table
+from gate.planted_records import BASE, CONTEXT, GOOD, VALUES, plant, record, run_of, table
 from kvlab.core.errors import NonFinite, StorageError
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
@@ -22,7 +22,7 @@ from kvlab_pipeline.gate_page.page import page
 from kvlab_pipeline.gate_page.summary import judged
 from kvlab_pipeline.gate_page.written_table import written_table
 from kvlab_pipeline.studies.mechanisms.plan import GREEDY
-from kvlab_pipeline.studies.mechanisms.records import SCORES, EvalRun, write_mechanisms
+from kvlab_pipeline.studies.mechanisms.records import SCORES, write_mechanisms
 from refusals import refused
 
 REGISTRY = registry.load()
@@ -32,9 +32,10 @@ TASK, METRIC = "ruler_niah_multikey", "niah_multikey"
 
 def with_written(row):
     """A row that was asked a task and greedy decoding too."""
-    told = {"version": "1", "kv_values": VALUES, "kv_bytes": row.kv_bytes * VALUES // row.kv_values}
+    each = {"kv_values": VALUES, "kv_bytes": row.kv_bytes * VALUES // row.kv_values}
+    told = {"fires": row.fires, "expected_fires": row.fires}
     runs = [
-        EvalRun(quality_eval_id=name, items=items, context=own, fires=row.fires, expected_fires=row.fires, **told)
+        run_of(name, own, tokens=own or CONTEXT, items=items, **told, **{key: items * one for key, one in each.items()})
         for name, items, own in ((TASK, ITEMS, LONGEST), (GREEDY, WINDOWS, None))
     ]
     return row.model_copy(update={"evals": (*row.evals, *runs)})

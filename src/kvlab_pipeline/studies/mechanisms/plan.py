@@ -93,10 +93,9 @@ class PlannedVariant(NamedTuple):
             return digest({"pattern": self.pattern or self.kept})
         return (self.cell.recipe if self.cell else IDENTITY).recipe_id
 
-    @property
-    def span(self) -> str:
-        """Which tokens are stored otherwise than the engine does."""
-        return "window" if self.cache_dtype or self.cached else self.cell.span if self.cell else "context"
+    def span(self, known: Sequence[str]) -> str:
+        """Which tokens are counted: those that its protocol stores, and of a pattern the contexts, which it reads."""
+        return "context" if self.pattern else SPAN_OF[self.protocol(known)]
 
     def protocol(self, known: Sequence[str]) -> str:
         """When K and V are coded; where nothing is done to them all protocols are one: a snapshot if it is `known`.
