@@ -28,6 +28,7 @@ from kvlab.gate.catalogue import EVIDENCE, checked_row
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.catalogue.values import shown
+from kvlab.gate.counts import LEAST
 from kvlab.gate.evidence.faults import OTHER_TEXT
 from kvlab.gate.reasons import Reason
 from kvlab.gate.replay import Replay, ReplayedScore
@@ -48,12 +49,12 @@ from kvlab_pipeline.studies.mechanisms.plan import (
     FIDELITY,
     GREEDY,
     PlannedVariant,
+    modules,
     scored_items,
     variants,
 )
 from kvlab_pipeline.studies.mechanisms.records import (
     COUNTED,
-    LEAST,
     SCORES,
     EvalRun,
     LengthCounts,
@@ -169,12 +170,10 @@ class Workspace:
 
     def _engine(self, model: str | None, engine: str | None, rows: list[Row]) -> list[Replay]:
         """The same of the rows of one engine: together, and where that fails one by one."""
-        told = {
-            "code": digest_of(__name__, f"kvlab.engines.{engine}.engine"),
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        told = {"at": datetime.now(UTC).isoformat(timespec="seconds")}
         try:
             job = self._job(model, engine)
+            told |= {"measured_by": job.record.code, "code": digest_of(*modules(job.params))}
             labels = [label_of(row, job.record) for row in rows]
             wrong = [list(other_row(row, label, job)) for row, label in zip(rows, labels, strict=True)]
             asked = [label for label, reasons in zip(labels, wrong, strict=True) if not reasons]
@@ -362,9 +361,9 @@ def counts(
     """
     name = found.quality_eval_id
     was = next(one for one in claimed.evals if one.quality_eval_id == name)
-    there = Counter(part.stored(variant, window) for window in part.every[name])
-    recorded, drawn = ({one.tokens: one for one in run.lengths} for run in (was, found))
-    said = {tokens: one.items for tokens, one in recorded.items()}
+    there = Counter(part.length(variant, window) for window in part.every[name])
+    recorded, drawn = ({one.length: one for one in run.lengths} for run in (was, found))
+    said = {length: one.items for length, one in recorded.items()}
     for kind, due, now in (
         *((kind, getattr(was, kind), getattr(found, kind)) for kind in ("version", "context")),
         ("lengths", said, dict(sorted(there.items()))),
@@ -372,11 +371,11 @@ def counts(
         if due != now:
             yield f"{kind} of {name}", due, now
     varying = ("read_bytes", *(["kv_bytes"] if variant.variant in WHOLE else []))
-    for tokens, one in recorded.items():
-        nearest = drawn[min(drawn, key=lambda other: abs(other - tokens))]
-        for count in COUNTED if tokens in drawn else ("kv_bytes", "read_bytes"):
-            due, now = (share(each, count, tokens in drawn) for each in (one, nearest))
-            allowed = OTHER_TEXT if tokens not in drawn else VARYING if count in varying else 0
+    for length, one in recorded.items():
+        nearest = drawn[min(drawn, key=lambda other: (other != length, abs(other.tokens - length.tokens)))]
+        for count in COUNTED if length in drawn else ("kv_bytes", "read_bytes"):
+            due, now = (share(each, count, length in drawn) for each in (one, nearest))
+            allowed = OTHER_TEXT if length not in drawn else VARYING if count in varying else 0
             if (due is None) != (now is None) or (due is not None and abs(now - due) > allowed * due):
                 yield f"{count} of {name}", due, now
 

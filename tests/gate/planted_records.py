@@ -25,7 +25,7 @@ from kvlab_pipeline.studies.mechanisms.records import (
 
 WINDOWS, NEEDLES, CONTEXT = 128, 400, 512
 WINDOW = CONTEXT + 128  # tokens
-VALUES = 2 * 6 * 64 * CONTEXT  # of one item
+VALUES = 2 * 6 * 64 * CONTEXT  # of one context
 PLAIN = {"kv_cache_dtype": "bfloat16", "cache_class": "DynamicCache"}
 SCORED = {FIDELITY: WINDOWS, NEEDLE: NEEDLES}
 
@@ -87,8 +87,9 @@ def recounted(run: EvalRun, **counts) -> EvalRun:
 
 def row(label, mechanism, variant, bits=None, stored=16.0, fires=0, drift=1.0, **changed) -> MechanismRow:
     """A variant that stores so many bits per value; over the needles `drift` times as many."""
-    counted = {name: round(stored * items * VALUES / 8) for name, items in SCORED.items()}
     tokens = CONTEXT if changed.get("span", "context") == "context" else WINDOW
+    values = VALUES // CONTEXT * tokens
+    counted = {name: round(stored * items * values / 8) for name, items in SCORED.items()}
     runs = tuple(
         run_of(
             name,
@@ -97,7 +98,7 @@ def row(label, mechanism, variant, bits=None, stored=16.0, fires=0, drift=1.0, *
             fires=fires * items,
             expected_fires=fires * items,
             kv_bytes=round(counted[name] * (drift if name == NEEDLE else 1)),
-            kv_values=items * VALUES,
+            kv_values=items * values,
         )
         for name, items in SCORED.items()
     )

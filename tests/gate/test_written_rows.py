@@ -32,12 +32,12 @@ TASK, METRIC = "ruler_niah_multikey", "niah_multikey"
 
 def with_written(row):
     """A row that was asked a task and greedy decoding too."""
-    each = {"kv_values": VALUES, "kv_bytes": row.kv_bytes * VALUES // row.kv_values}
-    told = {"fires": row.fires, "expected_fires": row.fires}
-    runs = [
-        run_of(name, own, tokens=own or CONTEXT, items=items, **told, **{key: items * one for key, one in each.items()})
-        for name, items, own in ((TASK, ITEMS, LONGEST), (GREEDY, WINDOWS, None))
-    ]
+    runs = []
+    for name, items, own in ((TASK, ITEMS, LONGEST), (GREEDY, WINDOWS, None)):
+        tokens, fires = own or CONTEXT, row.fires * items
+        values = VALUES // CONTEXT * tokens * items
+        held = {"kv_values": values, "kv_bytes": row.kv_bytes * values // row.kv_values}
+        runs.append(run_of(name, own, tokens=tokens, items=items, fires=fires, expected_fires=fires, **held))
     return row.model_copy(update={"evals": (*row.evals, *runs)})
 
 

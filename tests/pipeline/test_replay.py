@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from cli.test_cli import run as typed
+from kvlab.core.code import digest_of
 from kvlab.core.recipe import canonical
 from kvlab.core.records import read_json, write_json
 from kvlab.gate import registry
@@ -17,12 +18,15 @@ from kvlab.gate.catalogue.rows import read_rows
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.check import check
 from kvlab.gate.evidence import parse
+from kvlab.gate.render import to_json, to_markdown
 from kvlab.gate.rules import Context
+from kvlab.output.markdown import render
+from kvlab_pipeline.gate_page.page import TEMPLATE, page
 from kvlab_pipeline.gate_page.summary import judged
 from kvlab_pipeline.jobs.measure import Lab
 from kvlab_pipeline.replay import ReplayPart
 from kvlab_pipeline.studies.mechanisms.measure import longest
-from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, NEEDLE
+from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, NEEDLE, modules
 from kvlab_pipeline.studies.mechanisms.records import EvalRun, read_mechanisms, write_mechanisms
 from pipeline.replayed import SLUG, lenient, workspace
 
@@ -75,6 +79,24 @@ def test_a_page_names_what_is_certified_and_what_was_not_measured_again(origin):
         _, summary = judged(rows, origin.context, replayer=replayer)
         assert {answer.word for answer in summary.answers} == {word}
         assert {line.why for line in summary.rows if line.earned == "supported"} == {"" if replayer else word}
+
+
+def test_a_replayed_row_names_the_code_that_measured_and_the_code_that_measured_again(origin):
+    """Two codes of one digest are one; another is said to be another, however equal what it found."""
+    report, now = check(read_rows(origin.rows), origin.context, replayer=origin.replayer()), code_now(origin.params)
+    replayed = [claim.replay for claim in report.claims if claim.replay]
+    assert replayed and {(one.measured_by, one.code) for one in replayed} == {("c0de", now)}
+    assert {one.codes for one in replayed} == {("c0de", f"another, {now[:12]}")}
+    told = {one["row"]["row_id"]: one["replay"] for one in json.loads(to_json(report))["claims"] if one["replay"]}
+    assert {(one["measured_by"], one["code"]) for one in told.values()} == {("c0de", now)}
+    assert f"| c0de | another, {now[:12]} |" in to_markdown(report)
+    assert replayed[0].model_copy(update={"measured_by": now}).codes == (now[:12], "the same")
+    _, summary = judged(read_rows(origin.rows), origin.context, replayer=origin.replayer())
+    assert f"| c0de | another, {now[:12]} |" in render(TEMPLATE, **page(summary), reasons="why.md", disclosures={})
+
+
+def code_now(params):
+    return digest_of(*modules(params))
 
 
 def test_where_nothing_would_be_certified_nothing_is_measured(origin):
@@ -255,6 +277,34 @@ HEADERS = {
     "documents": lambda record: {"documents": tuple(range(WINDOWS))},
     "variants": lambda record: {"rows": tuple(one for one in record.rows if one.label in (LABEL, "baseline"))},
 }
+
+
+def lent(one, two):
+    """Bytes of the items of one length said to be of those of another, so that sum and mean stay."""
+    return [each.model_copy(update={"kv_bytes": each.kv_bytes + add}) for each, add in ((one, -8), (two, 8))]
+
+
+def renumbered(one, two):
+    """An item said to be of another length, and its values with it."""
+    fewer, more = (each.kv_values // each.items for each in (one, two))
+    return [
+        one.model_copy(update={"items": one.items - 1, "kv_values": one.kv_values - fewer}),
+        two.model_copy(update={"items": two.items + 1, "kv_values": two.kv_values + more}),
+    ]
+
+
+@pytest.mark.parametrize(("change", "field"), [(lent, "kv_bytes"), (renumbered, "lengths")])
+def test_items_of_unlike_length_are_held_to_their_own_length_and_not_to_their_mean(made, change, field):
+    record, scores = read_mechanisms(made.record)
+    row = next(one for one in record.rows if one.label == SERVED)
+    needle = next(run for run in row.evals if run.quality_eval_id == NEEDLE)
+    one, two, *others = sorted(needle.lengths, key=lambda part: -part.items)
+    spoilt = told_again(needle, (*change(one, two), *others))
+    forged = row.model_copy(update={"evals": tuple(spoilt if run is needle else run for run in row.evals)})
+    rows = tuple(forged if one is row else one for one in record.rows)
+    write_mechanisms(made.record, record.model_copy(update={"rows": rows}), scores)
+    claim = made.claims(made.written(), items=needle.items)[made.of(SERVED)]
+    assert {reason.field for reason in claim.replay.differs} >= {f"{field} of {NEEDLE}"} and not claim.certified
 
 
 @pytest.mark.parametrize("what", HEADERS)

@@ -36,7 +36,7 @@ from kvlab.measure.windows import Window, windows_of
 from kvlab.measure.witnessing import WitnessSubject, witnessed_mean_of
 from kvlab.text import needles, ruler
 from kvlab_pipeline.jobs.measure import Findings, Lab, Probes, calibrated_for, run
-from kvlab_pipeline.studies.mechanisms.cached import Cached
+from kvlab_pipeline.studies.mechanisms.cached import Cached, request_of
 from kvlab_pipeline.studies.mechanisms.items import VERSIONS, retrievals, tasks
 from kvlab_pipeline.studies.mechanisms.plan import (
     BASELINE,
@@ -53,6 +53,7 @@ from kvlab_pipeline.studies.mechanisms.records import (
     COUNTED,
     SCORES,
     EvalRun,
+    Length,
     LengthCounts,
     MechanismRow,
     MechanismsRecord,
@@ -299,12 +300,12 @@ class MechanismsPart:
     def _eval_run(self, planned: PlannedVariant, name: str, found: list[tuple[Window, Found]]) -> EvalRun:
         """What ran while an eval was scored; refused when a codec did not fire as often as it should have."""
         own = max(item.length for item in self.texts.items if item.task == TASKS[name]) if name in TASKS else None
-        by_length: dict[int, list[tuple[Window, Found]]] = {}
+        alike: dict[Length, list[tuple[Window, Found]]] = {}
         for window, one in found:
-            by_length.setdefault(self.stored(planned, window), []).append((window, one))
+            alike.setdefault(self.length(planned, window), []).append((window, one))
         lengths = [
-            LengthCounts(tokens=tokens, items=len(some), **self._counts(planned, name, tokens, some))
-            for tokens, some in sorted(by_length.items())
+            LengthCounts(**length._asdict(), items=len(some), **self._counts(planned, name, length.tokens, some))
+            for length, some in sorted(alike.items())
         ]
         return EvalRun.of(lengths, quality_eval_id=name, version=VERSIONS[name], context=own)
 
@@ -336,9 +337,12 @@ class MechanismsPart:
             "read_bytes": held if planned.kept else None,  # a step reads all that is kept
         }
 
-    def stored(self, planned: PlannedVariant, window: Window) -> int:
-        """Tokens of a window that a variant stores."""
-        return window.context if planned.span(self.protocols) == "context" else len(window.ids)
+    def length(self, planned: PlannedVariant, window: Window) -> Length:
+        """What a variant stores of a window; the Cache stores no more of one than is asked."""
+        if planned.cached:
+            calls = (window.context, *map(len, request_of(window, self.lab.params.mechanisms.cached_tokens).calls))
+            return Length(sum(calls), len(calls))
+        return Length(window.context if planned.span(self.protocols) == "context" else len(window.ids), 1)
 
 
 def paged_counts(found: list[tuple[Window, Found]], info: ModelInfo) -> dict[str, int]:

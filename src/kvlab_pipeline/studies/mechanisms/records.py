@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import polars as pl
 from pydantic import ValidationError
@@ -17,6 +18,7 @@ from kvlab.core.errors import Fault, StaleResult, StorageError, WitnessDisagrees
 from kvlab.core.records import Provenance, file_hash, finite, forget, read_json, write_json, write_table
 from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Pool, Served, Testimony
+from kvlab.gate.counts import LEAST
 from kvlab_pipeline.studies.mechanisms.plan import SERVED
 
 # One row per scored item of a variant: a window of text, of which `variant` and `baseline` are means over its scored
@@ -35,7 +37,6 @@ SCORES = pl.Schema(
 
 
 ROUNDED = 1e-9  # relative, of what is computed twice from the same numbers
-LEAST = 0.98  # of a codec's bits per value: allocations meet them on average
 COUNTED = ("fires", "expected_fires", "kv_bytes", "kv_values", "read_bytes")
 
 
@@ -54,10 +55,23 @@ class Counts(Frozen):
     read_bytes: int | None = None
 
 
-class LengthCounts(Counts):
-    """The same of those items of which so many `tokens` were stored."""
+class Length(NamedTuple):
+    """Tokens of an item that are stored, and in how many calls of the model."""
 
     tokens: int
+    calls: int
+
+
+class LengthCounts(Counts):
+    """The same of those items of which so many `tokens` were stored, in so many `calls` of the model."""
+
+    tokens: int
+    calls: int = 1
+
+    @property
+    def length(self) -> Length:
+        """What its items are alike in."""
+        return Length(self.tokens, self.calls)
 
 
 class EvalRun(Counts):
@@ -212,18 +226,18 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
     ------
     Fault
         A throughput is not that of the row's seconds, counts are not those of its first eval, rows count other values
-        for as many tokens, or see `refuse_miscounted`.
+        of a token, or see `refuse_miscounted`.
     WitnessDisagrees
         Codecs ran and no witness computed any of them again, or it saw another number of tensors reach attention.
     """
-    values: dict[tuple[bool, int], float] = {}  # of an item; in the Cache few of its tokens are asked
+    due = None  # K and V elements of a token
     for row in record.rows:
         for one in (one for run in row.evals for one in run.lengths):
-            due = values.setdefault((row.protocol == SERVED, one.tokens), one.kv_values / one.items)
-            if one.kv_values != due * one.items:
+            due = due or one.kv_values / (one.items * one.tokens)
+            if one.kv_values != due * one.items * one.tokens:
                 raise Fault(
-                    f"{path}: {row.label} counts {one.kv_values / one.items:g} values of {one.tokens} tokens, another"
-                    f" row {due:g}",
+                    f"{path}: {row.label} counts {one.kv_values / one.items:g} values of {one.tokens} tokens, of which"
+                    f" the first row has {due:g} each",
                     code="fault.values",
                 )
         throughput = (record.context + record.eval) / median(row.seconds) if row.seconds else None
