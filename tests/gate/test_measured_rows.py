@@ -17,9 +17,11 @@ from gate.planted_records import (
     OWN,
     PAGED,
     PLAIN_POOL,
+    VALUES,
     WINDOWS,
     plant,
     record,
+    recounted,
     row,
     scores,
     table,
@@ -216,7 +218,7 @@ EXACT = PAGED.pool.block_bytes  # as many bytes as a page takes
 def keeping(exact: int = EXACT, counted: int = EXACT, memory: int | None = None, requests: int = 1):
     """Coded pages beside which `exact` bytes of each window are read exact, of which `counted` were counted."""
     own, pool = PAGED.evals, PAGED.pool
-    runs = tuple(run.model_copy(update={"kv_bytes": run.kv_bytes + run.items * counted}) for run in own)
+    runs = tuple(recounted(run, kv_bytes=run.kv_bytes + run.items * counted) for run in own)
     blocks = ((pool.cache_memory_bytes if memory is None else memory) - exact) // pool.block_bytes
     more = {"exact_bytes": exact, "exact_requests": requests, "cache_blocks": blocks}
     return PAGED.model_copy(update={"evals": runs, "kv_bytes": runs[0].kv_bytes, "pool": pool.model_copy(update=more)})
@@ -506,7 +508,8 @@ def lost_needles(scores):
 def asked_fewer(record):
     """The record says that sixty needles less were asked."""
     runs = tuple(
-        run.model_copy(update={"items": NEEDLES - 60}) if run.quality_eval_id == NEEDLE else run for run in GOOD.evals
+        recounted(run, items=NEEDLES - 60, kv_values=(NEEDLES - 60) * VALUES) if run.quality_eval_id == NEEDLE else run
+        for run in GOOD.evals
     )
     return record.model_copy(update={"rows": (BASE, GOOD.model_copy(update={"evals": runs}))})
 
@@ -566,7 +569,7 @@ def test_windows_and_needles_say_how_many_they_are(tmp_path):
 
 def half(row):
     """The same row in half of its bytes, in every eval."""
-    runs = tuple(run.model_copy(update={"kv_bytes": run.kv_bytes // 2}) for run in row.evals)
+    runs = tuple(recounted(run, kv_bytes=run.kv_bytes // 2) for run in row.evals)
     return row.model_copy(update={"kv_bytes": row.kv_bytes // 2, "evals": runs})
 
 

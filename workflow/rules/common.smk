@@ -223,8 +223,7 @@ def study_recipes(study):
     if study == plan.CHOSEN:
         found = plan.mitigated_recipes(PARAMS)
     elif study == MECHANISMS:
-        cells = [cell for engine in PARAMS.engines for cell in planned_mechanisms.cells(PARAMS, engine)]
-        found = [cell.recipe for cell in cells]
+        return planned_mechanisms.recipes(PARAMS)
     elif study == BASELINE:
         found = []
     else:
@@ -240,12 +239,7 @@ def study_codecs(study):
 @lru_cache(None)
 def mechanisms_code():
     """`Code` of what measures the gate's rows, on all engines: the rows of a model name one."""
-    return Code(
-        "kvlab_pipeline.studies.mechanisms.measure",
-        *(["kvlab.measure.paged"] if PARAMS.mechanisms.pages else []),  # which engines load by name
-        *(f"kvlab.engines.{engine}.engine" for engine in sorted(PARAMS.engines)),
-        *codec_modules(study_recipes(MECHANISMS)),
-    )
+    return Code(*planned_mechanisms.modules(PARAMS))
 
 
 def whole_codecs(wildcards):

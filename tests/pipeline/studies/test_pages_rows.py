@@ -57,7 +57,7 @@ def test_pages_are_planned_on_vllm_alone_at_every_bits(tiny_params):
     assert own.model_copy(update={"sink": 0, "recent": 0}) == simulated and (own.sink, own.recent) == (4, 128)
     (bare,) = (v for v in plan.variants(asking(tiny_params, **BARE), "vllm") if v.paged)
     assert bare.recipe_id == other.recipe_id
-    assert (one.protocol(("snapshot",)), one.span, one.tapped) == ("in_forward", "window", False)
+    assert (one.protocol(("snapshot",)), one.span(()), one.tapped) == ("in_forward", "window", False)
     known = gate_registry.load()
     for variant in found.values():
         entry = known.mechanism(variant.mechanism, variant.variant)

@@ -12,7 +12,8 @@ from kvlab.gate.evidence.measures import carried, change_of, measured, rate_of
 from kvlab_pipeline.gate_page.audit import published_rules
 
 MODEL = "reference"
-TOKENS, VALUES, FIRES, ITEMS = 4096, 2**20, 96, 400
+TOKENS, ITEMS = 4096, 400
+VALUES, FIRES = 256 * TOKENS * ITEMS, 96 * ITEMS
 BACKEND = "kvlab.cache.pages.backend.PagesImpl"
 POOL = {
     "block_tokens": 128,
