@@ -357,7 +357,7 @@ def counts(
     """Counts of one eval that are not those of the record, in each item of a length that was drawn.
 
     What a codec of whole caches stores and a pattern reads hangs on the text, so that items are alike within `VARYING`.
-    Of lengths that were not drawn the record may say other bytes for a value, by what the gate allows two evals.
+    Of lengths near them the record may say other bytes for a value, by what the gate allows two evals.
     """
     name = found.quality_eval_id
     was = next(one for one in claimed.evals if one.quality_eval_id == name)
@@ -373,6 +373,8 @@ def counts(
     varying = ("read_bytes", *(["kv_bytes"] if variant.variant in WHOLE else []))
     for length, one in recorded.items():
         nearest = drawn[min(drawn, key=lambda other: (other != length, abs(other.tokens - length.tokens)))]
+        if abs(nearest.tokens - length.tokens) > OTHER_TEXT * length.tokens:
+            continue  # what is kept by number weighs otherwise there; drawn by another call
         for count in COUNTED if length in drawn else ("kv_bytes", "read_bytes"):
             due, now = (share(each, count, length in drawn) for each in (one, nearest))
             allowed = OTHER_TEXT if length not in drawn else VARYING if count in varying else 0

@@ -361,6 +361,17 @@ CONSISTENT = {
     ),
     "another canary": (PAGES, seen(canary_kl=1.0)),
     "another machine": (FP8, identity(device="NVIDIA H100")),
+    "fewer bits asked for than were": (CODEC, seen(bits=1.0)),
+    "no calibration": (CODEC, chain(identity(calibration=None), lambda row: row.pop("calibration"))),
+    "another codec, declared": (
+        CODEC,
+        chain(
+            seen(codec="hadamard"),
+            lambda row: row.update(
+                mechanism="kv_quantization", mechanism_variant="hadamard", compression_method="hadamard"
+            ),
+        ),
+    ),
     "a smaller family": (CODEC, lambda row: [p["family"].update(tested=1) for p in row[EVIDENCE]]),
 }
 

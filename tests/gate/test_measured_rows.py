@@ -181,6 +181,26 @@ def test_coded_pages_earn_support_by_the_engines_own_account(tmp_path):
     assert made["capacity_tokens"] == PAGED.pool.capacity_tokens == 60 * 128
 
 
+SPARSE = "block_sparse:block=16,top_k=6,window=64"
+
+
+def reading_less():
+    """Attention that reads a quarter of a whole pass, K and V stored as they are; counted are the contexts."""
+    made = row(SPARSE, "compressed_attention", "block_sparse", scope="attention", pattern=SPARSE, canary_kl=2.0)
+    runs = tuple(recounted(run, read_bytes=run.kv_bytes // 4) for run in made.evals)
+    more = {"evals": runs, "read_bytes": runs[0].read_bytes, "protocol": "in_forward"}
+    return made.model_copy(update=more)
+
+
+@pytest.mark.parametrize("other", [VLLM.model_copy(update={"protocol": "in_forward"}), reading_less()])
+def test_what_stores_all_as_the_engine_does_may_count_contexts_in_the_forward(tmp_path, other):
+    """vLLM's own cache as it is, and attention by a pattern: nothing of theirs is stored otherwise."""
+    given, quality = (VLLM, other) if other.pattern else (other,), {SPARSE: {"kl": 0.002, "disagreeing": 0.01}}
+    (tmp_path / "rows.json").write_text(json.dumps(rows(*given, engine="vllm", quality=quality)))
+    found = claims(read_rows(tmp_path / "rows.json"), Context(REGISTRY))
+    assert {claim.earned for claim in found.values()} == {"supported"}, [c.findings for c in found.values()]
+
+
 def test_capacity_is_told_beside_the_engines_own(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(rows(VLLM, PAGED, GOOD, engine="vllm")))
     _, summary = judged(read_rows(tmp_path / "rows.json"), Context(REGISTRY))

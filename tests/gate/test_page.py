@@ -395,7 +395,7 @@ def test_no_rows_at_all_are_a_page_too(tmp_path):
 
 
 def test_claims_hold_what_a_page_needs(claims):
-    assert claims["schema_version"] == 5 and claims["registry"] == REGISTRY.digest
+    assert claims["schema_version"] == 6 and claims["registry"] == REGISTRY.digest
     assert list(claims["counts"]) == sorted(TIERS) and sum(claims["counts"].values()) == len(claims["rows"])
     good = next(one for one in claims["rows"] if one["row_id"] == "reference/hf/klt-4")
     assert good["earned"] == good["claimed"] == "supported" and good["stored_span"] == "context"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvlab.core.recipe import WHOLE
+from kvlab.gate.cases import DTYPE_BITS
 from kvlab.gate.replay import NOT_REPLAYED
 from kvlab.output import format as fmt
 from kvlab.output.markdown import cell as safe
@@ -74,7 +75,7 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
         "way": way,
         "engine": answer["engine"],
         "title": f"{title}, for caches that are put away" if whole else title,
-        "note": ways.NOTES.get(way),
+        "note": " ".join(filter(None, (ways.NOTES.get(way), kept_exact(group)))) or None,
         "word": answer["word"] if row else NONE,
         "tried": fmt.number(answer["tried"]),
         "alone": answer["tried"] == 1,
@@ -85,6 +86,18 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
         "greedy": fmt.number(GREEDY_TOKENS),
         "chosen": chosen(row or nearest, plain) if row or nearest else None,
     }
+
+
+def kept_exact(rows: list[dict]) -> str | None:
+    """How many tokens requests read exact beside coded pages; None where there are no such rows."""
+    found = {row["exact_bits"] / DTYPE_BITS[row["dtype"]] for row in rows if row.get("exact_bits")}
+    if not found:
+        return None
+    return (
+        f"Beside pages a request keeps {' or '.join(fmt.number(one) for one in sorted(found))} tokens exact, the first"
+        " and the newest; bits per value count them in these short windows, in all in caches that are longer."
+        " Other rows keep none."
+    )
 
 
 def chosen(row: dict, plain: dict | None) -> dict:

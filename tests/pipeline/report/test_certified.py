@@ -185,6 +185,9 @@ def test_bits_of_whole_caches_count_exact_tokens_where_there_are_some(finished):
     pages, kept = 2.03125, 132  # tokens that each request reads exact, beside what pages hold of them
     row = {"bits_per_value": pages + 16 * kept / 640, "page_bits": pages, "exact_bits": 16.0 * kept}
     whole = (pages * tokens + 16 * kept + artefact) / tokens
+    assert "keeps 132 tokens exact" in use.kept_exact([plain, row | {"dtype": "bfloat16"}]) and not use.kept_exact(
+        [plain]
+    )
     assert use.like(row, state) and not use.like({"bits_per_value": row["bits_per_value"]}, state)
     assert use.in_all(row, state, tokens, False) == pytest.approx(whole)
     even = int(use.pays_from(row, state, False))

@@ -275,8 +275,8 @@ def refuse_miscounted(record: MechanismsRecord, row: MechanismRow, run: EvalRun,
         All is not the sum of its lengths, whose tokens are not those of the row's span; a codec was idle, or fewer bits
         are stored than its own; or other bytes than those of the engine's pages and of each request's exact tokens.
     """
-    where, sums = f"{path}: {row.label} in {run.quality_eval_id}", EvalRun.of(run.lengths, **_named(run))
-    if run != sums:
+    where, named = f"{path}: {row.label} in {run.quality_eval_id}", ("quality_eval_id", "version", "context")
+    if run != EvalRun.of(run.lengths, **{name: getattr(run, name) for name in named}):
         raise Fault(f"{where} counts other items, fires or bytes than its lengths together", code="fault.counts")
     own = run.context is not None  # texts of their own length
     if not own and any((one.tokens > record.context) != (row.span == "window") for one in run.lengths):
@@ -294,13 +294,10 @@ def refuse_miscounted(record: MechanismsRecord, row: MechanismRow, run: EvalRun,
                 f" {8 * row.pool.block_bytes / row.pool.block_values:.4g}, and {row.pool.exact_bytes} bytes a request",
                 code="fault.page-bytes",
             )
-        if one.fires != one.expected_fires or (row.bits and stored < LEAST * row.bits):
-            raise Fault(
-                f"{where} stores {stored:.3g} bits a value of {one.tokens} tokens, after {one.fires} of"
-                f" {one.expected_fires} fires; its codes alone take {row.bits}",
-                code="fault.too-few-bits",
-            )
-
-
-def _named(run: EvalRun) -> dict:
-    return {name: getattr(run, name) for name in ("quality_eval_id", "version", "context")}
+    stored = 8 * run.kv_bytes / run.kv_values  # of all items: one that says little may take less
+    if any(one.fires != one.expected_fires for one in run.lengths) or (row.bits and stored < LEAST * row.bits):
+        raise Fault(
+            f"{where} stores {stored:.3g} bits a value, after {run.fires} of {run.expected_fires} fires; its codes"
+            f" alone take {row.bits}",
+            code="fault.too-few-bits",
+        )
