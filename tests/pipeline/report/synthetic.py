@@ -372,7 +372,8 @@ def write_baseline(
             cell = {"what": what, "protocol": protocol, "reference": reference}
             cell["cell_id"] = digest(shared | cell)
             cells.append(cell)
-            tables.append(text.rows(cell["cell_id"], kl, trial_windows(params) if protocol else params.baseline.windows))
+            windows = trial_windows(params) if protocol else params.baseline.windows
+            tables.append(text.rows(cell["cell_id"], kl, windows))
         path = folder / "results" / "baseline" / f"{run}.json"
         coded = any(cell["protocol"] for cell in cells)
         origin = provenance() if coded else provenance(calibration={})
