@@ -107,12 +107,12 @@ class PagedRun(Forwards):
             See `snapshot.write.save`.
         """
         geometry = self.pager.geometry
-        asked = len(self.tokens) if upto is None else counted("upto", upto)
+        wanted = len(self.tokens) if upto is None else counted("upto", upto)
         upto = self.exact if upto is None else geometry.floor(upto)
         if upto > self.exact or (self.chain and not self.exact):
             code, why = self._inexact()
             raise UserError(
-                f"{asked} tokens cannot be saved, at most {self.exact}: {why}; prefill them in a run of their own",
+                f"{wanted} tokens cannot be saved, at most {self.exact}: {why}; prefill them in a run of their own",
                 code=code,
             )
         chunks = upto // geometry.chunk_tokens

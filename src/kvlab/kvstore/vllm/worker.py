@@ -229,12 +229,16 @@ class PagedRows:
 
     def _refuse_strange(self, cache: Tensor) -> None:
         geometry = self.geometry
-        due = (geometry.kv_heads, self.block_tokens, 2 * geometry.head_dim)
-        plain = cache.dim() == 4 and cache.device.type == "cpu" and cache.stride()[1:] == (due[1] * due[2], due[2], 1)
-        if not plain or tuple(cache.shape[1:]) != due or cache.dtype != geometry.torch_dtype:
+        expected = (geometry.kv_heads, self.block_tokens, 2 * geometry.head_dim)
+        plain = (
+            cache.dim() == 4
+            and cache.device.type == "cpu"
+            and cache.stride()[1:] == (expected[1] * expected[2], expected[2], 1)
+        )
+        if not plain or tuple(cache.shape[1:]) != expected or cache.dtype != geometry.torch_dtype:
             raise CapabilityError(
                 f"snapshots cannot be used here: a layer's cache is {list(cache.shape)} {named(cache.dtype)} on"
-                f" {cache.device}, needed is [blocks, {', '.join(map(str, due))}] {geometry.dtype} on the CPU, in"
+                f" {cache.device}, needed is [blocks, {', '.join(map(str, expected))}] {geometry.dtype} on the CPU, in"
                 " order",
                 code="capability.cache-layout",
             )
