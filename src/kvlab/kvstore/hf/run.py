@@ -13,10 +13,11 @@ from pathlib import Path
 from kvlab.codecs.stream.seal import Key
 from kvlab.core.counts import counted
 from kvlab.core.errors import SnapshotRefused, UserError
-from kvlab.kvstore.hf.equality import SCORED_AT, expected, numerics_of, salts, same_as_cold, scored_at, untouched
+from kvlab.kvstore.hf.equality import SCORED_AT, expected, numerics_of, salts, same_as_cold, scored_at
 from kvlab.kvstore.hf.forwards import Decoded, Forwards
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import Policy, build
 from kvlab.kvstore.paging.scorer import Rebuilt
@@ -119,7 +120,7 @@ class PagedRun(Forwards):
         source = SnapshotSource(
             identity=self.model.identity(geometry.chunk_tokens, self.salts[upto > self._complete]),
             payloads=(self.pager.payload(chunk) for chunk in range(chunks)),
-            ledger=untouched(chunks) if self.by_hand else self.pager.ledger(chunks),
+            ledger=Ledger.untouched(chunks) if self.by_hand else self.pager.ledger(chunks),
             tokens=self.tokens,
             rows=partial(self.pager.rows, chunks=chunks),
         )

@@ -14,7 +14,7 @@ from kvlab.core.errors import CapabilityError, KvlabError, SnapshotRefused
 from kvlab.core.records import versions
 from kvlab.engines.vllm.pages import found_out, refuse_other
 from kvlab.kvstore.paging.geometry import Geometry, named
-from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
+from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.numerics import COMPUTED, PREFILL, mixed
 from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
@@ -142,7 +142,8 @@ class Mover:
 
     def _saved(self, job: Save) -> tuple[int, int]:
         rows = partial(self._rows.layer, block_ids=job.block_ids, tokens=len(job.tokens))
-        identity, ledger = self.context.identity_for(job.salt), _ledger(self._count(job))
+        # vLLM scores no chunk, evicts none of a running request, and asks for them in order
+        identity, ledger = self.context.identity_for(job.salt), Ledger.untouched(self._count(job))
         source = SnapshotSource(identity, self._chunks(job), ledger, job.tokens, rows)
         saved = save(job.path, source, coder=self.context.coder, made=self._made | {COMPUTED: job.computed})
         return saved.manifest.length, saved.nbytes
@@ -158,11 +159,6 @@ class Mover:
         """The blocks that hold the job's tokens from one on."""
         size = self.context.block_tokens
         return job.block_ids[begin // size : -(-len(job.tokens) // size)]
-
-
-def _ledger(chunks: int) -> Ledger:
-    """vLLM scores no chunk and evicts none of a running request: all were there, and were asked for in order."""
-    return Ledger(tuple(ChunkEntry(True, None, number + 1) for number in range(chunks)), chunks)
 
 
 # All layers of vLLM's paged cache, read and written in chunks of a snapshot.
