@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvlab.cli.main import main
 from kvlab.core.errors import ParamsError
+from kvlab.core.limits import MOST_DEPTH, MOST_ENTRIES, MOST_VALUES, shown, unfit
 from kvlab.core.paramfile import assignment, overlay, read_yaml
-from kvlab.core.plain import MOST_DEPTH, MOST_ENTRIES, MOST_VALUES, shown, unfit
 from kvlab.core.strictyaml import MOST_BYTES, Unreadable, from_json, from_yaml, read_text
 from kvlab_pipeline.studies.settings import by_model, read_params
 from refusals import refused

@@ -12,7 +12,7 @@ from pathlib import Path
 import polars as pl
 
 from kvlab.core.records import file_hash
-from kvlab_pipeline.report.seal import sealed
+from kvlab_pipeline.report.digest import with_digest
 from validation.audit.plant import HF
 
 Edit = Callable[[Path], None]
@@ -160,7 +160,7 @@ def metrics(change, anew: bool) -> Edit:
         path = folder / "metrics.json"
         content = json.loads(path.read_text())
         change(content)
-        path.write_text(json.dumps(sealed(content) if anew else content))
+        path.write_text(json.dumps(with_digest(content) if anew else content))
 
     return apply
 

@@ -104,13 +104,14 @@ def read_ladder(params: Params, folder: Path) -> list[Measured]:
 def read_cells(planned: list, path: Path) -> list[Measured]:
     """The cells of one job, which are the planned ones."""
     record, tokens = read_job(path)
-    due = {cell.cell_id: cell for cell in planned}
+    expected = {cell.cell_id: cell for cell in planned}
     for cell in record.cells:
-        gather.refuse_stale(cell, due, path)
+        gather.refuse_stale(cell, expected, path)
     tables = gather.by_cell(tokens, [cell.cell_id for cell in record.cells], path)
-    if set(tables) != set(due):
+    if set(tables) != set(expected):
         raise StaleResult(
-            f"{path} holds {len(tables)} of the {len(due)} cells planned for it; {AGAIN}", code="stale.missing-cells"
+            f"{path} holds {len(tables)} of the {len(expected)} cells planned for it; {AGAIN}",
+            code="stale.missing-cells",
         )
     found = []
     for cell in record.cells:

@@ -227,9 +227,9 @@ def worst_row(params: Settings, planted: Planted, results: Results) -> Claim:
     worst, rows = 0.0, 0
     _, corners, cells = factorial(params, results, gap_levels(params))
     for corner, cell in zip(corners, cells, strict=True):
-        due = planted.kl[Facts(**corner)]
-        worst = max(worst, float(np.abs(cell.tokens["kl"].to_numpy() / due.ravel() - 1).max()))
-        rows += due.size
+        expected = planted.kl[Facts(**corner)]
+        worst = max(worst, float(np.abs(cell.tokens["kl"].to_numpy() / expected.ravel() - 1).max()))
+        rows += expected.size
     name = f"{len(cells)} corners: {FURTHEST}"
     return up_to(CASE, name, "relative", 0.0, worst, ROUNDING, len(results.cells[0].column("kl").windows), rows)
 

@@ -76,10 +76,10 @@ def attend_summaries(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     known = known or summaries_of(k, v, pattern.chunk)
     read = reads(q, k, pattern, known, scale)
-    asked = grouped(q, k.shape[1])
-    exact = (asked @ k.transpose(2, 3)[:, :, None] * scale).masked_fill(~read.keys, float("-inf"))
+    queries = grouped(q, k.shape[1])
+    exact = (queries @ k.transpose(2, 3)[:, :, None] * scale).masked_fill(~read.keys, float("-inf"))
     many = torch.log(torch.tensor(float(pattern.chunk))).item()
-    summed = asked @ known.key.transpose(2, 3)[:, :, None] * scale + many
+    summed = queries @ known.key.transpose(2, 3)[:, :, None] * scale + many
     summed = summed.masked_fill(~read.chunks[:, :, None], float("-inf"))
     weights = torch.cat([exact, summed], dim=-1).softmax(-1)
     near, far = weights.split([k.shape[2], known.key.shape[2]], dim=-1)

@@ -83,10 +83,10 @@ class LatentMoments:
 
     def add(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Take up tokens: q (heads, tokens, head_dim) before its rotary embedding, as k; k, v (kv_heads, ...)."""
-        y, asked = stacked(k, v).double(), q.double().unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
-        self.tokens, self.queries = self.tokens + len(y), self.queries + asked.shape[1]
+        y, queries = stacked(k, v).double(), q.double().unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
+        self.tokens, self.queries = self.tokens + len(y), self.queries + queries.shape[1]
         self.first, self.second = self.first + y.sum(0), self.second + y.T @ y
-        self.asked = self.asked + asked.transpose(1, 2) @ asked
+        self.asked = self.asked + queries.transpose(1, 2) @ queries
 
     @property
     def mean(self) -> Tensor:

@@ -93,6 +93,6 @@ def cost_of(plan: LayerPlan, costs: Mapping[Pattern, int]) -> int:
 
 def saved(plan: LayerPlan, tokens: int) -> float:
     """Share of a causal pass's operations in attention that the plan spares, by the formulas."""
-    due = Full().flops(tokens, 1, 1) * len(plan)
+    expected = Full().flops(tokens, 1, 1) * len(plan)
     cost = {pattern: pattern.flops(tokens, 1, 1) for pattern in set(plan)}
-    return 1 - cost_of(plan, cost) / due
+    return 1 - cost_of(plan, cost) / expected

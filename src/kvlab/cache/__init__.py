@@ -1,1 +1,1 @@
-"""The codecs in use: `kvlab.Cache` (`hf/`); in vLLM a tap (`vllm/`) or its own `pages/` coded; `files/`."""
+"""The codecs in use: `kvlab.Cache` (`hf/`), a tap in vLLM (`vllm/`), coded `pages/`, `files/`; `rope.py` turns K."""

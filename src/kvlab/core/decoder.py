@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.core.errors import ModelError, nearest, suggestion
-from kvlab.core.plain import MOST_LAYERS, shown
+from kvlab.core.limits import MOST_LAYERS, shown
 
 # Architectures whose projection modules the hooks know (engines/hooks.py). One name, one attention layout.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -10,8 +10,8 @@ from pathlib import Path
 from kvlab.core.decoder import Decoder
 from kvlab.core.errors import ModelError
 from kvlab.core.hub import GGUF, beside, no_folder, of_gguf, reads_as_id, unpinned
+from kvlab.core.limits import MOST_LAYERS, shown
 from kvlab.core.params import Model, ModelEntry
-from kvlab.core.plain import MOST_LAYERS, shown
 from kvlab.core.weights import CONSOLIDATED, WEIGHTS, weight_files
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from kvlab.core.errors import ParamsError, StorageError, nearest, suggestion
-from kvlab.core.plain import MOST_DEPTH, WIDEST, shown
+from kvlab.core.limits import MOST_DEPTH, WIDEST, shown
 from kvlab.core.strictyaml import from_yaml, read_text
 
 PRESETS = Path("workflow/presets")

@@ -17,8 +17,8 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from kvlab.core.errors import ParamsError
+from kvlab.core.limits import no_wildcard
 from kvlab.core.paramfile import held_to, unknown_key
-from kvlab.core.plain import no_wildcard
 from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.core.settings import Bits, BlockSettings, Frozen
 

@@ -20,7 +20,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent
 
 from kvlab.core.errors import ParamsError, StorageError
-from kvlab.core.plain import MOST_DEPTH, MOST_VALUES, WIDEST, shown
+from kvlab.core.limits import MOST_DEPTH, MOST_VALUES, WIDEST, shown
 
 MOST_BYTES = 1 << 18
 INT = "tag:yaml.org,2002:int"

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvlab.core.decoder import HEAD, Decoder
 from kvlab.core.errors import ModelError
-from kvlab.core.plain import shown
+from kvlab.core.limits import shown
 from kvlab.core.weights import INDEX, weight_files, weight_map
 
 WHOLE_TYPES = ("BF16", "F16", "F32", "F64")

@@ -97,12 +97,12 @@ class CachedLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_kwargs) -> list[tuple[float, bool]]:
         """Log-likelihoods of (texts, context tokens, continuation tokens)."""
-        asked = [ScoreRequest(*self._fitted(context, continuation)) for _, context, continuation in requests]
-        for request in asked:
+        wanted = [ScoreRequest(*self._fitted(context, continuation)) for _, context, continuation in requests]
+        for request in wanted:
             self.longest = max(self.longest, len(request.context) + len(request.continuation))
-        self._guarded("score", [request.context + request.continuation for request in asked])
+        self._guarded("score", [request.context + request.continuation for request in wanted])
         with self._kept():
-            scored = self.side.score(asked)
+            scored = self.side.score(wanted)
         return [(sum(found.logprobs), found.greedy) for found in scored]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -116,18 +116,18 @@ class CachedLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers."""
-        asked = [self._wanted(request) for request in requests]
-        self._guarded("write", [request.context for request in asked])
+        wanted = [self._wanted(request) for request in requests]
+        self._guarded("write", [request.context for request in wanted])
         begun = perf_counter()
         with self._kept():
-            found = self.side.write(asked)
+            found = self.side.write(wanted)
         self.seconds += perf_counter() - begun
-        for request, written in zip(asked, found, strict=True):
+        for request, written in zip(wanted, found, strict=True):
             self.written += len(written.logprobs)
             self.longest = max(self.longest, len(request.context) + len(written.logprobs))
         return [
             postprocess_generated_text(written.text, request.stops, None)
-            for request, written in zip(asked, found, strict=True)
+            for request, written in zip(wanted, found, strict=True)
         ]
 
     @contextmanager

@@ -92,11 +92,11 @@ def measures(
 
 def corpus_hash(result: Mapping[str, Any]) -> str:
     """Digest of everything that was asked: tasks with their versions, items, prompts and targets."""
-    asked = {
+    questions = {
         name: sorted({tuple(_item(name, sample)[1:]) for sample in samples})
         for name, samples in result["samples"].items()
     }
-    return digest({"versions": {name: str(result["versions"].get(name)) for name in asked}, "items": asked})
+    return digest({"versions": {name: str(result["versions"].get(name)) for name in questions}, "items": questions})
 
 
 def _measured(

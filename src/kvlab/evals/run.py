@@ -76,7 +76,7 @@ class Outcome:
     cut: int
 
 
-def run_eval(asked: EvalRequest, info: ModelInfo, registry: Registry, out: Path, threads: int) -> Outcome:
+def run_eval(request: EvalRequest, info: ModelInfo, registry: Registry, out: Path, threads: int) -> Outcome:
     """Ask both sides an eval's items, on so many threads, and write what they said, the evidence and its row.
 
     Raises
@@ -89,36 +89,37 @@ def run_eval(asked: EvalRequest, info: ModelInfo, registry: Registry, out: Path,
         The two sides were not asked the same.
     """
     torch.set_num_threads(threads)
-    entry = harness_eval(registry, asked.quality_eval_id)
-    limit = most_tokens(asked, entry, info)
+    entry = harness_eval(registry, request.quality_eval_id)
+    limit = most_tokens(request, entry, info)
     check(
-        asked.engine,
-        asked.dtype,
-        ENGINES[asked.engine].attention,
+        request.engine,
+        request.dtype,
+        ENGINES[request.engine].attention,
         info,
         not torch.cuda.is_available(),
-        asked.cache_dtype,
+        request.cache_dtype,
     )
     tokenizer = load_tokenizer(info)
-    ready, declared = subject(asked, info, registry)
-    tasks = Tasks.load(entry, asked.include, made_up(info, asked.context_tokens), asked.unsafe)
-    sides, protocol, device = started(asked, info, ready, limit, tokenizer)
-    least = int(NEAR * (asked.context_tokens or 0))
+    ready, declared = subject(request, info, registry)
+    tasks = Tasks.load(entry, request.include, made_up(info, request.context_tokens), request.unsafe)
+    sides, protocol, device = started(request, info, ready, limit, tokenizer)
+    least = int(NEAR * (request.context_tokens or 0))
     coded = CachedLM(sides.variant, tokenizer, limit, least, Guard(sides))
-    variant = tasks.ask(coded, asked.limit, asked.chat)  # first: what cannot be measured is refused before hours pass
+    # first: what cannot be measured is refused before hours pass
+    variant = tasks.ask(coded, request.limit, request.chat)
     seen = sides.variant.seen()
-    measures(entry, variant, variant, asked.context_tokens)  # a metric that is not there is found on the first side
+    measures(entry, variant, variant, request.context_tokens)  # a metric that is not there is found on the first side
     plain = CachedLM(sides.plain, tokenizer, limit, least)
-    baseline = tasks.ask(plain, asked.limit, asked.chat)
-    found = measures(entry, baseline, variant, asked.context_tokens)
+    baseline = tasks.ask(plain, request.limit, request.chat)
+    found = measures(entry, baseline, variant, request.context_tokens)
     identity = {
         "model": info.slug,
         "model_hash": info.model_hash,
-        "engine": asked.engine,
+        "engine": request.engine,
         "device": device,
-        "dtype": asked.dtype,
+        "dtype": request.dtype,
         "protocol": protocol,
-        "context_tokens": asked.context_tokens or max(coded.longest, plain.longest),
+        "context_tokens": request.context_tokens or max(coded.longest, plain.longest),
         "corpus_hash": corpus_hash(variant),
         "code": code(),
         "versions": versions() | {"lm_eval": metadata.version("lm_eval")},
@@ -132,11 +133,11 @@ def run_eval(asked: EvalRequest, info: ModelInfo, registry: Registry, out: Path,
         seen,
         coded.written / coded.seconds if coded.written else None,
     )
-    write(out, run, found, {"baseline": baseline, "variant": variant}, asked.claim)
+    write(out, run, found, {"baseline": baseline, "variant": variant}, request.claim)
     return Outcome(run, found, coded.cut)
 
 
-def most_tokens(asked: EvalRequest, entry: Eval, info: ModelInfo) -> int:
+def most_tokens(request: EvalRequest, entry: Eval, info: ModelInfo) -> int:
     """Most tokens of a request with its answer: as named, or what the model can take.
 
     Where a metric is of one context length the name is of the texts that are made; what a task puts about them, and
@@ -147,7 +148,7 @@ def most_tokens(asked: EvalRequest, entry: Eval, info: ModelInfo) -> int:
     ParamsError
         A length is needed, or is more than the model can take.
     """
-    named, most = asked.context_tokens, info.max_positions
+    named, most = request.context_tokens, info.max_positions
     if named is None and needs_context(entry):
         low, high = entry.band
         raise ParamsError(
@@ -165,39 +166,39 @@ def made_up(info: ModelInfo, context_tokens: int | None) -> dict[str, Any]:
     return {"tokenizer": str(info.path)} | lengths
 
 
-def subject(asked: EvalRequest, info: ModelInfo, registry: Registry) -> tuple[Prepared | None, Declared]:
+def subject(request: EvalRequest, info: ModelInfo, registry: Registry) -> tuple[Prepared | None, Declared]:
     """What is done to the cache: a recipe made ready for the model, or nothing but a dtype, and its registered name."""
-    if asked.recipe is None:
-        return None, declared_dtype(registry, asked.cache_dtype)
-    file = read_recipe_file(asked.recipe)
-    if asked.engine == "hf" and file.layers is not None:
+    if request.recipe is None:
+        return None, declared_dtype(registry, request.cache_dtype)
+    file = read_recipe_file(request.recipe)
+    if request.engine == "hf" and file.layers is not None:
         raise CapabilityError(
-            f"{asked.recipe} codes layers {list(file.layers)}; a transformers cache codes all, set null"
+            f"{request.recipe} codes layers {list(file.layers)}; a transformers cache codes all, set null"
         )
     ready = prepared(file, info)
     return ready, declared_codec(registry, ready.recipe, ready.identity)
 
 
 def started(
-    asked: EvalRequest, info: ModelInfo, ready: Prepared | None, limit: int, tokenizer
+    request: EvalRequest, info: ModelInfo, ready: Prepared | None, limit: int, tokenizer
 ) -> tuple[Sides, str, str]:
     """Both sides and the canaries on an engine, the protocol in which they see a cache, and the device in words."""
-    if asked.engine not in ("hf", "vllm"):
+    if request.engine not in ("hf", "vllm"):
         raise CapabilityError(
-            f"`kvlab eval` runs tasks on hf and vllm, not on {asked.engine}", code="capability.no-evals"
+            f"`kvlab eval` runs tasks on hf and vllm, not on {request.engine}", code="capability.no-evals"
         )
     ends = end_tokens(info, tokenizer)
-    if asked.engine == "hf":
+    if request.engine == "hf":
         from kvlab.evals import hf
 
-        engine = start("hf", info, asked.dtype, ENGINES["hf"].attention, max_tokens=limit)
+        engine = start("hf", info, request.dtype, ENGINES["hf"].attention, max_tokens=limit)
         calibration: Calibrated | None = ready.calibration
         return hf.sides(engine, tokenizer, ends, ready.recipe, calibration), hf.PROTOCOL, engine.device
     from kvlab.evals import vllm
 
     codec = None if ready is None else " and ".join(sorted({ready.recipe.k.codec, ready.recipe.v.codec}))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    sides = vllm.sides(info, asked.dtype, limit, ends, asked.recipe, codec, asked.cache_dtype)
+    sides = vllm.sides(info, request.dtype, limit, ends, request.recipe, codec, request.cache_dtype)
     return sides, vllm.PROTOCOL, device
 
 

@@ -87,14 +87,14 @@ class VLLMSide(Side):
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """See `Side.score`."""
-        asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+        wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
         prompts = [request.context + request.continuation for request in requests]
-        outputs = self._asked(prompts, [asked] * len(prompts))
+        outputs = self._asked(prompts, [wanted] * len(prompts))
         return [scored(request, output.prompt_logprobs) for request, output in zip(requests, outputs, strict=True)]
 
     def write(self, requests: Sequence[WriteRequest]) -> list[WriteResult]:
         """See `Side.write`."""
-        asked = [
+        wanted = [
             SamplingParams(
                 temperature=0.0,
                 max_tokens=request.tokens,
@@ -104,14 +104,14 @@ class VLLMSide(Side):
             )
             for request in requests
         ]
-        outputs = self._asked([request.context for request in requests], asked)
+        outputs = self._asked([request.context for request in requests], wanted)
         return [written(output.outputs[0]) for output in outputs]
 
     def _asked(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> list:
         if not prompts:
             return []
-        asked = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = self.llm.generate(asked, sampling, use_tqdm=len(prompts) > 1)
+        wanted = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = self.llm.generate(wanted, sampling, use_tqdm=len(prompts) > 1)
         # the last token that is written is never stored
         self._tokens += sum(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1 for output in outputs)
         return outputs
@@ -245,12 +245,12 @@ def sides(
 # What the plugin in vLLM counted, and what would show nothing of vLLM's own cache; vLLM itself is not loaded.
 
 
-def coded(before: Status, now: Status, asked: int, info: ModelInfo, itemsize: int) -> CacheUse:
+def coded(before: Status, now: Status, wanted: int, info: ModelInfo, itemsize: int) -> CacheUse:
     """What was coded from one answer of the plugin to another.
 
     Parameters
     ----------
-    asked : int
+    wanted : int
         Tokens that the requests in between put into the cache.
     itemsize : int
         Bytes of a value in layers that the recipe leaves alone.
@@ -269,8 +269,8 @@ def coded(before: Status, now: Status, asked: int, info: ModelInfo, itemsize: in
     fires = [n - b for stream in now.fires for n, b in zip(now.fires[stream], before.fires[stream], strict=True)]
     if steps == 0 or any(count != steps for count in fires):
         raise CodecNotActive(f"vLLM made {steps} passes, in which the codecs of its layers fired {fires} times")
-    if tokens < asked:
-        raise CodecNotActive(f"{tokens} tokens went through the codecs, and the requests had {asked}")
+    if tokens < wanted:
+        raise CodecNotActive(f"{tokens} tokens went through the codecs, and the requests had {wanted}")
     values = tokens * info.values_per_token
     alone = values * (info.n_layers - len(now.layers)) // info.n_layers
     held = sum(_bytes(now, stream, info) - _bytes(before, stream, info) for stream in now.fires)

@@ -1,1 +1,1 @@
-"""The one measuring loop: subjects on windows, their scores, and the store of what was measured."""
+"""The one measuring loop: subjects on windows, scores, the store; `subjects.py` refuses a codec that moves nothing."""

@@ -25,7 +25,7 @@ from kvlab.calibration.load import Calibrated
 from kvlab.codecs.cast import CastStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import IDENTITY, Cell, Recipe, StreamRecipe
+from kvlab.core.recipe import ENGINES, IDENTITY, Cell, Recipe, StreamRecipe
 from kvlab.engines.base import ContextCache, Engine, gone_from
 from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import Coder, Tally, now
@@ -45,9 +45,10 @@ def not_run(asked: Mechanism, engine: str, protocol: str) -> str | None:
     """Why a mechanism cannot be measured so; None where it can."""
     if isinstance(asked, Keeping) and protocol != "snapshot":
         return "it keeps less of a finished context, and a forward makes K and V one after the other"
-    if isinstance(asked, Eviction) and engine != "hf":
+    paged = ENGINES[engine].paged
+    if isinstance(asked, Eviction) and paged:
         return f"{engine} computes a prompt in pages of its own, which keep every token"
-    if engine != "hf" and not isinstance(asked, Latent):
+    if paged and not isinstance(asked, Latent):
         return f"{engine}'s attention reads its own pages with its own kernel, to which no pattern can be given"
     return None
 

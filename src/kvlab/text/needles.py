@@ -97,8 +97,8 @@ def sequence(needle: Needle) -> tuple[list[int], int]:
     Row ``i - 1`` of the logits predicts token ``i``: a needle is found if the rows from ``place - 1`` up to the
     last but one have the answer's tokens as their most likely ones, which is when greedy decoding writes it.
     """
-    asked = [*needle.context, *needle.question]
-    return [*asked, *needle.answer], len(asked)
+    prompt = [*needle.context, *needle.question]
+    return [*prompt, *needle.answer], len(prompt)
 
 
 # ---------------------------------------------------------------------------------------- building
@@ -270,13 +270,13 @@ class Planter:
     def tokenised(self, key: str, value: str) -> Fact | None:
         """The line as ids; None if its tokens do not end where question and answer do."""
         question, answer, end = (part.format(key=key, value=value) for part in (QUESTION, ANSWER, END))
-        asked, told, whole = (
+        prompt, told, whole = (
             list(self.tokenizer(part, add_special_tokens=False).input_ids)
             for part in (question, question + answer, question + answer + end)
         )
-        if told[: len(asked)] != asked or whole[: len(told)] != told:
+        if told[: len(prompt)] != prompt or whole[: len(told)] != told:
             return None
-        return Fact(key, value, asked, told[len(asked) :], whole[len(told) :])
+        return Fact(key, value, prompt, told[len(prompt) :], whole[len(told) :])
 
 
 def fitting(facts: list[Fact], context: int) -> list[Fact]:

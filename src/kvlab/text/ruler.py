@@ -120,12 +120,12 @@ def build(params: Params, out: Path) -> Ruler:
     MissingResult
         lm-evaluation-harness is not installed.
     """
-    info, asked = resolve(params.model), params.mechanisms
-    lengths = [length for length in sorted(asked.lengths) if length < info.max_positions]
+    info, settings = resolve(params.model), params.mechanisms
+    lengths = [length for length in sorted(settings.lengths) if length < info.max_positions]
     items = tuple(
         item
-        for task in asked.tasks
-        for item in items_of(task, lengths, asked.texts, params.windows.seed, info, load_tokenizer(info))
+        for task in settings.tasks
+        for item in items_of(task, lengths, settings.texts, params.windows.seed, info, load_tokenizer(info))
     )
     found = Ruler(items, items_hash(items))
     forget(out)

@@ -89,9 +89,9 @@ class PlainModel:
 
     def clean(self, ids: Sequence[int], first: int) -> PlainPass:
         """`forward` of the untouched model; that of the last window is kept, as many cells are asked of one."""
-        asked = (tuple(ids), first)
-        if self._last is None or self._last[0] != asked:
-            self._last = asked, self.forward(ids, first)
+        call = (tuple(ids), first)
+        if self._last is None or self._last[0] != call:
+            self._last = call, self.forward(ids, first)
         return self._last[1]
 
     def rotated(self, k: Tensor) -> Tensor:

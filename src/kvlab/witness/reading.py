@@ -44,14 +44,14 @@ def reader_of_kept(places: Sequence[Sequence[int]], context: int) -> Attend:
 def _by_query(one: Callable[[int, Floats, Floats, Floats, float], Floats]) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, begin: int) -> Tensor:
         """Of q (heads, queries, head_dim) at positions from `begin` on; [queries, heads * head_dim]."""
-        asked, keys, values = (x.cpu().double().numpy() for x in (q, k, v))
-        group = len(asked) // len(keys)
-        out = np.empty_like(asked)
+        queries, keys, values = (x.cpu().double().numpy() for x in (q, k, v))
+        group = len(queries) // len(keys)
+        out = np.empty_like(queries)
         for head, (k_head, v_head) in enumerate(zip(keys, values, strict=True)):
             rows = slice(head * group, (head + 1) * group)
-            for row in range(asked.shape[1]):
+            for row in range(queries.shape[1]):
                 until = begin + row + 1
-                out[rows, row] = one(layer, asked[rows, row], k_head[:until], v_head[:until], scale)
+                out[rows, row] = one(layer, queries[rows, row], k_head[:until], v_head[:until], scale)
         return torch.from_numpy(out).to(q).transpose(0, 1).reshape(q.shape[1], -1)
 
     return attend

@@ -167,15 +167,15 @@ class Witness:
     def _labels(self) -> None:
         """The tokens that were scored are those of the corpus at these positions."""
         rows, claim = self.claim.rows, self.claim
-        due = list(range(claim.context + 1, len(claim.ids)))
-        if rows["position"].to_list() != due:
+        expected = list(range(claim.context + 1, len(claim.ids)))
+        if rows["position"].to_list() != expected:
             self._object(
                 "witness.other-windows",
-                f"scored positions {_ends(rows['position'].to_list())}, and {_ends(due)} are due",
+                f"scored positions {_ends(rows['position'].to_list())}, and {_ends(expected)} are due",
             )
-        wrong = rows["label"].to_numpy() != corpus.labels(claim.ids, due)
+        wrong = rows["label"].to_numpy() != corpus.labels(claim.ids, expected)
         if wrong.any():
-            place = due[int(wrong.argmax())]
+            place = expected[int(wrong.argmax())]
             self._object(
                 "witness.other-windows",
                 f"scored token {rows['label'][int(wrong.argmax())]} at position {place}, where the windows' file has"
@@ -191,10 +191,10 @@ class Witness:
             self._object(
                 "witness.other-label", f"it is labelled {cell.dtype}, and attention read K and V of {seen.dtype}"
             )
-        asked = ENGINES[cell.engine].attention if cell.attention == "default" else cell.attention
-        if ATTENTIONS.get(asked, seen.attention) != seen.attention:
+        wanted = ENGINES[cell.engine].attention if cell.attention == "default" else cell.attention
+        if ATTENTIONS.get(wanted, seen.attention) != seen.attention:
             self._object(
-                "witness.other-label", f"it is labelled {asked} attention, and the model called {seen.attention}"
+                "witness.other-label", f"it is labelled {wanted} attention, and the model called {seen.attention}"
             )
 
     def _formulas(self) -> None:
@@ -230,9 +230,9 @@ class Witness:
         for layer, part in self._places:
             found = self._at(self.claim.given, (layer, part), "came to the codec")
             rotated = part == "k" and cell.placement == "post_rope"
-            due = own.own[layer, part][:, : found.shape[1]]
-            due = self.model.rotated(due) if rotated else due
-            worst = max(worst, self._same(found, due, f"K and V that came to the codec: layer {layer} {part}"))
+            expected = own.own[layer, part][:, : found.shape[1]]
+            expected = self.model.rotated(expected) if rotated else expected
+            worst = max(worst, self._same(found, expected, f"K and V that came to the codec: layer {layer} {part}"))
             coded = self.claim.context if cell.span == "context" else len(self.claim.ids)
             if found.shape[1] != coded:
                 line = f"it codes {found.shape[1]} tokens of layer {layer} {part}, and {coded} are due"
@@ -274,11 +274,11 @@ class Witness:
         worst, effects, seen = 0.0, 0, self.claim.reading
         for layer, part in self._places if seen else ():
             found = self._at(seen.tensors, (layer, part), "was read by attention")
-            due = self._coded.read[layer, part]
-            if found.shape != due.shape:
-                line = f"layer {layer} {part}: attention read {list(found.shape)}, and {list(due.shape)} are due"
+            expected = self._coded.read[layer, part]
+            if found.shape != expected.shape:
+                line = f"layer {layer} {part}: attention read {list(found.shape)}, and {list(expected.shape)} are due"
                 self._object("witness.other-shape", line)
-            worst = max(worst, self._same(found, due, f"K and V that attention read: layer {layer} {part}"))
+            worst = max(worst, self._same(found, expected, f"K and V that attention read: layer {layer} {part}"))
             effects += 1
         return effects, worst
 
@@ -287,8 +287,8 @@ class Witness:
             self._object("witness.nothing-read", f"layer {place[0]} {place[1]}: nothing {what}")
         return tensors[place]
 
-    def _same(self, found: Tensor, due: Tensor, what: str) -> float:
-        error, allowed = relative(found, due), TENSORS[self.claim.cell.dtype]
+    def _same(self, found: Tensor, expected: Tensor, what: str) -> float:
+        error, allowed = relative(found, expected), TENSORS[self.claim.cell.dtype]
         if not error <= allowed:
             line = f"{what} are {error:.1e} (relative) from a plain forward's; allowed: {allowed:.0e}"
             self._object("witness.other-tensors", line)
@@ -303,11 +303,11 @@ class Witness:
         )
 
 
-def relative(found: Tensor, due: Tensor) -> float:
+def relative(found: Tensor, expected: Tensor) -> float:
     """The largest error of a head, root mean square, relative to what is due there."""
-    found, due = found.float().cpu(), due.float().cpu()
-    size = due.square().mean(dim=(1, 2)).clamp_min(torch.finfo(torch.float32).tiny)
-    return float(((found - due).square().mean(dim=(1, 2)) / size).sqrt().max())
+    found, expected = found.float().cpu(), expected.float().cpu()
+    size = expected.square().mean(dim=(1, 2)).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((found - expected).square().mean(dim=(1, 2)) / size).sqrt().max())
 
 
 def _float64(x: Tensor) -> np.ndarray:

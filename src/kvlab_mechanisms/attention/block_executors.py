@@ -70,10 +70,10 @@ def _places(q: Tensor, k: Tensor, pattern: BlockSparse, blocks: Blocks | None) -
     sunk = torch.arange(pattern.sinks * pattern.block, device=q.device).expand(len(at), -1)
     near = start + torch.arange(max(pattern.window, pattern.block), device=q.device)
     fixed = torch.cat([sunk, near], dim=1)
-    due = torch.cat([sunk < start, near <= at[:, None]], dim=1)
+    always = torch.cat([sunk < start, near <= at[:, None]], dim=1)
     shape = (*far.shape[:2], *fixed.shape)
     places = torch.cat([far, fixed.expand(shape)], dim=3).clamp(0, k.shape[2] - 1)
-    return places, torch.cat([counts, due.expand(shape)], dim=3)
+    return places, torch.cat([counts, always.expand(shape)], dim=3)
 
 
 def flexed(

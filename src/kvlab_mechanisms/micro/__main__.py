@@ -42,8 +42,8 @@ def write_page(rows: Sequence[str], rounds: int, out: Path) -> None:
     if unknown := [name for name in rows if name not in published()]:
         raise UserError(f"no row {unknown[0]!r}; there are r01 to r{len(published()):02d}")
     refuse_busy()
-    asked = (row for make in ALL for row in make() if not rows or row.seed in rows)
-    page.write(run(asked, rounds), out)
+    chosen = (row for make in ALL for row in make() if not rows or row.seed in rows)
+    page.write(run(chosen, rounds), out)
 
 
 def refuse_busy() -> None:

@@ -261,7 +261,7 @@ def compare_verb(
     """Set models' estimates beside one another, with intervals of their differences."""
     from kvlab.core.records import write_json
     from kvlab_pipeline.report import comparison
-    from kvlab_pipeline.report.seal import sealed
+    from kvlab_pipeline.report.digest import with_digest
     from kvlab_pipeline.report.summary import summary
 
     found = comparison.read(metrics)
@@ -269,7 +269,7 @@ def compare_verb(
     headlines = {one["identity"]["slug"]: summary(one) for one in found}
     comparison.write_table(out, compared)
     if json:
-        write_json(json, sealed(compared))
+        write_json(json, with_digest(compared))
     if heads:
         write_json(heads, headlines)
 

@@ -21,8 +21,8 @@ from kvlab.stats.shapley import shapley
 from kvlab_pipeline.pages.withheld import crosses, undecided, withheld_because
 from kvlab_pipeline.report import across
 from kvlab_pipeline.report.claims import while_engines_open
+from kvlab_pipeline.report.digest import refuse_broken
 from kvlab_pipeline.report.schema import load
-from kvlab_pipeline.report.seal import refuse_broken
 from kvlab_pipeline.studies.estimates import UNIT, claim
 from kvlab_pipeline.studies.factors.chapter import ENGINE
 from kvlab_pipeline.studies.factors.numbers import from_windows

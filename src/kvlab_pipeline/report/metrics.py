@@ -16,8 +16,8 @@ from kvlab.output.format import refuse_non_finite
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.report.calibration import codebook_entries, read_codebooks, sigma_entry
+from kvlab_pipeline.report.digest import DIGEST, with_digest
 from kvlab_pipeline.report.schema import OPTIONAL, VERSION, checked, plain_json
-from kvlab_pipeline.report.seal import DIGEST, sealed
 from kvlab_pipeline.studies.chapter import ChapterInputs, Sources
 from kvlab_pipeline.studies.gather import gather
 from kvlab_pipeline.studies.measured import Results
@@ -68,7 +68,7 @@ def build(params: Params, sources: Sources) -> dict:
         made = chapter.entries(ChapterInputs(params, results, boot, sources)) if asked else dict.fromkeys(chapter.parts)
         found |= made
     refuse_non_finite(found, "metrics")
-    return sealed(plain_json(checked(found | {DIGEST: ""}, "what was measured")))
+    return with_digest(plain_json(checked(found | {DIGEST: ""}, "what was measured")))
 
 
 def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> dict:

@@ -16,7 +16,7 @@ from kvlab.core.errors import MissingResult
 from kvlab.core.recipe import Engine, Placement
 from kvlab.core.records import Provenance, read_json
 from kvlab_pipeline.jobs import plan
-from kvlab_pipeline.report.seal import refuse_broken
+from kvlab_pipeline.report.digest import refuse_broken
 from kvlab_pipeline.studies.entries import Entry, Interval
 from kvlab_pipeline.studies.register import chapters
 
@@ -111,7 +111,7 @@ class Shared(Entry):
     codebooks: tuple[CodebookEntry, ...]
     sigma: Sigma
     digest: str
-    """Of everything else in the file, see `report.seal`."""
+    """Of everything else in the file, see `report.digest`."""
 
 
 Metrics: type[Shared] = create_model(

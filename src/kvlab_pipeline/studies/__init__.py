@@ -1,1 +1,1 @@
-"""A folder per study: its cells, what is measured, its page; `settings.py` reads and refuses params.yaml."""
+"""A folder per study; `settings.py` reads and refuses params.yaml, `checks.py` refuses results that do not belong."""

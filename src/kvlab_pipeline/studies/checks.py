@@ -76,8 +76,8 @@ def on_grid(rows: pl.DataFrame, windows: int, context: int, n_eval: int, name: s
     found = [rows["window"].to_numpy(), rows["position"].to_numpy()]
     if not (np.array_equal(found[0], window) and np.array_equal(found[1], position)):
         fields = {}
-        for title, got, due in zip(("windows", "positions"), found, (window, position), strict=True):
-            fields[title] = [f"{name}: {_span(got)}", f"expected: {_span(due)}"]
+        for title, got, expected in zip(("windows", "positions"), found, (window, position), strict=True):
+            fields[title] = [f"{name}: {_span(got)}", f"expected: {_span(expected)}"]
         raise MixedIdentity(fields)
     if (rows["kl"] < 0).any():
         raise Fault(
@@ -140,11 +140,11 @@ def refuse_several(values: dict[str, set[str]]) -> None:
 def refuse_inactive(measured: Measured) -> None:
     """`CodecNotActive` unless the codec fired as planned and its canary moved the logits."""
     coding, canary, cell = measured.record.coding, measured.record.canary_kl, measured.cell
-    due = cell.windows * len(cell.layers) * len(cell.stream)
+    expected = cell.windows * len(cell.layers) * len(cell.stream)
     idle = measured.role not in ("rerun", "identity") and coding.fires == 0
-    if not coding.fires == coding.expected_fires == due or idle:
+    if not coding.fires == coding.expected_fires == expected or idle:
         raise CodecNotActive(
-            f"{describe(cell)}: the codec fired {coding.fires} times, expected {due}"
+            f"{describe(cell)}: the codec fired {coding.fires} times, expected {expected}"
             + (", but a codec has to fire" if idle else ""),
             code="not-active.idle" if idle else "not-active.fires",
         )

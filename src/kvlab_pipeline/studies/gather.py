@@ -129,11 +129,11 @@ def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = No
 
 def refuse_unnamed_calibration(measured: Measured, study: str, job: str) -> None:
     """`StaleResult` unless a record says what was given for everything fitted that its codecs read."""
-    due, named = set(pieces(measured.cell)), set(measured.record.fitted)
-    if due != named:
+    expected, named = set(pieces(measured.cell)), set(measured.record.fitted)
+    if expected != named:
         raise StaleResult(
             f"{describe(measured.cell)}: its record and its recipe do not name the same fitted material"
-            f" ({sorted(due ^ named)[0]}); run `kvlab step measure --study {study} --job {job}` again",
+            f" ({sorted(expected ^ named)[0]}); run `kvlab step measure --study {study} --job {job}` again",
             code="stale.other-calibration",
         )
 

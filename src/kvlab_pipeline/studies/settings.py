@@ -13,10 +13,10 @@ from pydantic import AfterValidator, Field, create_model
 
 from kvlab.core.errors import ModelError, ParamsError, suggestion
 from kvlab.core.folders import holding
+from kvlab.core.limits import shown, unfit
 from kvlab.core.model import layer_count
 from kvlab.core.paramfile import held_to, overlay, read_yaml, unknown_key
 from kvlab.core.params import CodecSection, FilePath, Model, ModelEntry, Params, Section, Undeclared, as_far
-from kvlab.core.plain import shown, unfit
 from kvlab.core.strictyaml import from_json
 from kvlab_pipeline.jobs.plan import STUDIES, STUDY_FOLDERS
 from kvlab_pipeline.studies.cells import params as cells_params

@@ -18,9 +18,9 @@ from kvlab_pipeline.pages import svg
 from kvlab_pipeline.report import comparison, figures, findings
 from kvlab_pipeline.report.across import families, verdict
 from kvlab_pipeline.report.claims import resolved
+from kvlab_pipeline.report.digest import with_digest
 from kvlab_pipeline.report.metrics import build as build_metrics
 from kvlab_pipeline.report.schema import VERSION
-from kvlab_pipeline.report.seal import sealed
 from kvlab_pipeline.report.summary import summary
 from kvlab_pipeline.report.verdict import judge
 from pipeline.report.synthetic import Effects, small_params, write_results
@@ -326,7 +326,7 @@ def test_pages_link_one_another(small, large, compared, params, tmp_path):
 def files(folder: Path, **metrics: dict) -> list[str]:
     for name, content in metrics.items():
         again = isinstance(content, dict) and "digest" in content  # as what was changed here would have been written
-        write_json(folder / f"{name}.json", sealed(content) if again else content)
+        write_json(folder / f"{name}.json", with_digest(content) if again else content)
     return [str(folder / f"{name}.json") for name in metrics]
 
 
@@ -334,7 +334,7 @@ def test_compare_writes_three_files_and_reads_no_parameters(small, large, compar
     monkeypatch.chdir(tmp_path)
     given = files(tmp_path, a=small, b=large)
     main(["step", "compare", "--metrics", *given, "--out", "o/c.csv", "--json", "o/c.json", "--summary", "o/s.json"])
-    assert read_json("o/c.json") == sealed(json.loads(json.dumps(compared)))
+    assert read_json("o/c.json") == with_digest(json.loads(json.dumps(compared)))
     assert read_json("o/s.json") == {"reference": summary(small), "large": summary(large)}
     assert len(pl.read_csv("o/c.csv")) == 16
 
@@ -365,7 +365,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(small, large, tmp_path, ca
     [({"no": "comparison"}, "is none; allowed"), (None, "this page is of model 'other', and the comparison of")],
 )
 def test_a_report_refuses_a_comparison_of_others(small, compared, params, tmp_path, capsys, given, words):
-    spoilt = sealed(given or compared)
+    spoilt = with_digest(given or compared)
     metrics, verdict, other = files(tmp_path, m=named(small, "other"), v=judge(params, small), c=spoilt)
     settings = params.model_dump_json()
     arguments = [

@@ -16,9 +16,9 @@ from kvlab_mechanisms.ledger.contract import ContractBroken
 from kvlab_pipeline.cli.contracts import hold
 from kvlab_pipeline.pages.withheld import without_cross_engine
 from kvlab_pipeline.report.claims import derived
+from kvlab_pipeline.report.digest import with_digest
 from kvlab_pipeline.report.metrics import build
 from kvlab_pipeline.report.schema import VERSION, Metrics, checked, json_schema, load, read
-from kvlab_pipeline.report.seal import sealed
 from pipeline.report.synthetic import small_params, write_results
 from refusals import refused
 
@@ -90,6 +90,6 @@ def test_metrics_changed_by_hand_are_refused(metrics, tmp_path):
 def test_a_value_outside_its_own_interval_is_refused(metrics, tmp_path):
     path, changed = tmp_path / "metrics.json", deepcopy(metrics)
     changed["gap"]["measures"]["kl"]["gap"]["value"] = 1e6
-    write_json(path, sealed(changed))
+    write_json(path, with_digest(changed))
     with refused(MissingResult, "missing-result.no-metrics", "gap.measures.kl.gap", "1e+06"):
         read(path)

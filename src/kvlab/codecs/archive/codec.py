@@ -204,13 +204,13 @@ class ArchiveCodec:
         return self._first(ids) if self._first else None
 
     def _refuse_other_shape(self, cache: Mapping[tuple[int, str], Tensor], tokens: int) -> None:
-        due = {at: (fitted.heads, tokens, fitted.first.shape[1]) for at, fitted in self.fitted.streams.items()}
+        expected = {at: (fitted.heads, tokens, fitted.first.shape[1]) for at, fitted in self.fitted.streams.items()}
         found = {at: tuple(x.shape) for at, x in cache.items()}
-        if found != due:
-            layer, stream = min(at for at in due.keys() | found.keys() if due.get(at) != found.get(at))
+        if found != expected:
+            layer, stream = min(at for at in expected.keys() | found.keys() if expected.get(at) != found.get(at))
             raise CalibrationMismatch(
                 f"layer {layer} {stream} of the cache has shape {found.get((layer, stream))}, and the calibration is"
-                f" for {due.get((layer, stream))}; calibrate this model",
+                f" for {expected.get((layer, stream))}; calibrate this model",
                 code="calibration.other-shape",
             )
 

@@ -176,12 +176,12 @@ class CacheWriter:
 
     def add(self, encoded: Encoded) -> None:
         """Write the next frame; `StorageError` when it is not the layer, stream and shape that is due."""
-        due, header = next(self._due, None), self.header
+        expected, header = next(self._due, None), self.header
         given = (encoded.layer, encoded.stream)
         shape = (header.heads, header.tokens, header.head_dim)
-        if given != due or tuple(encoded.shape) != shape or not encoded.packed:
+        if given != expected or tuple(encoded.shape) != shape or not encoded.packed:
             raise StorageError(
-                f"layer and stream {given} of shape {list(encoded.shape)} where {due} of {shape} is due",
+                f"layer and stream {given} of shape {list(encoded.shape)} where {expected} of {shape} is due",
                 code="storage.out-of-order",
             )
         self._part(frame_bytes(encoded))

@@ -56,10 +56,10 @@ def read_kktv(path: Path) -> Tensor:
         magic, version, rows, dim, _ = KKTV.unpack(head)
         if (magic, version) != (KKTV_MAGIC, KKTV_VERSION):
             raise StreamError(f"{path} is no KKTV file of version {KKTV_VERSION}: magic {magic:#x}, version {version}")
-        due, size = KKTV.size + 4 * rows * dim, os.fstat(file.fileno()).st_size
-        if size != due or dim == 0:
+        expected, size = KKTV.size + 4 * rows * dim, os.fstat(file.fileno()).st_size
+        if size != expected or dim == 0:
             raise StreamError(
-                f"{path} has {size} bytes where {rows} rows of {dim} numbers take {due}", code="stream.length"
+                f"{path} has {size} bytes where {rows} rows of {dim} numbers take {expected}", code="stream.length"
             )
         return torch.from_numpy(np.fromfile(file, dtype="<f4").reshape(rows, dim))
 

@@ -50,10 +50,10 @@ class TensorFileWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor in the file's dtype; `StorageError` when another name or shape is due."""
-        due = next(self._due, None)
-        if due != (name, tuple(tensor.shape)):
+        expected = next(self._due, None)
+        if expected != (name, tuple(tensor.shape)):
             raise StorageError(
-                f"tensor {name!r} of shape {list(tensor.shape)} where {due} is due", code="storage.out-of-order"
+                f"tensor {name!r} of shape {list(tensor.shape)} where {expected} is due", code="storage.out-of-order"
             )
         values = tensor.detach().to("cpu", self._dtype).contiguous()
         self._file.write(memoryview(values.view(torch.uint8).numpy()))

@@ -51,12 +51,12 @@ class Owner:
 
     def refuse_other_shape(self, cache: Cache, ids: Sequence[int]) -> None:
         """`CalibrationMismatch` unless a cache is of all layers of this model, and of these tokens."""
-        due = (self.heads, len(ids), self.head_dim)
+        expected = (self.heads, len(ids), self.head_dim)
         for place in [(layer, stream) for layer in range(self.layers) for stream in STREAMS]:
             found = tuple(cache[place].shape) if place in cache else None
-            if found != due:
+            if found != expected:
                 raise CalibrationMismatch(
-                    f"layer {place[0]} {place[1]} of the cache has shape {found}, and {due} is due for {len(ids)}"
+                    f"layer {place[0]} {place[1]} of the cache has shape {found}, and {expected} is due for {len(ids)}"
                     " tokens of the calibrated model; calibrate this model",
                     code="calibration.other-shape",
                 )
@@ -92,10 +92,10 @@ class Owner:
                     code="stream.other-identity",
                 )
         layers, heads = (1, self.layers * self.heads) if stacked else (self.layers, self.heads)
-        due = (layers, heads, len(ids), self.head_dim)
-        if (found := (header.layers, header.heads, header.tokens, header.head_dim)) != due:
+        expected = (layers, heads, len(ids), self.head_dim)
+        if (found := (header.layers, header.heads, header.tokens, header.head_dim)) != expected:
             raise StreamError(
-                f"the cache is of {found} layers, heads, tokens and dimensions, and {due} are due",
+                f"the cache is of {found} layers, heads, tokens and dimensions, and {expected} are due",
                 code="stream.other-shape",
             )
         return reader

@@ -16,7 +16,6 @@ from torch import Tensor
 from kvlab.core.records import versions
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.paging.residency import Policy
 from kvlab.kvstore.snapshot.identity import CodecIdentity, ContextIdentity
 from kvlab.kvstore.snapshot.manifest import Manifest
@@ -78,11 +77,6 @@ def expected(
 def numerics_of(model: PagedModel, order: str = "logical") -> dict[str, str]:
     """What decides the last bits of what a run computes; for the `made` of a manifest."""
     return versions() | model.made | {"order": order}
-
-
-def untouched(chunks: int) -> Ledger:
-    """The ledger of a run in which every chunk is in the pool, that was asked for them in order and never scored."""
-    return Ledger(tuple(ChunkEntry(True, None, number + 1) for number in range(chunks)), chunks)
 
 
 def same_as_cold(manifest: Manifest, upto: int, config: PagerConfig, policy: Policy, every: int, salt: str) -> int:

@@ -13,10 +13,11 @@ from pathlib import Path
 from kvlab.codecs.stream.seal import Key
 from kvlab.core.counts import counted
 from kvlab.core.errors import SnapshotRefused, UserError
-from kvlab.kvstore.hf.equality import SCORED_AT, expected, numerics_of, salts, same_as_cold, scored_at, untouched
+from kvlab.kvstore.hf.equality import SCORED_AT, expected, numerics_of, salts, same_as_cold, scored_at
 from kvlab.kvstore.hf.forwards import Decoded, Forwards
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import Policy, build
 from kvlab.kvstore.paging.scorer import Rebuilt
@@ -107,19 +108,19 @@ class PagedRun(Forwards):
             See `snapshot.write.save`.
         """
         geometry = self.pager.geometry
-        asked = len(self.tokens) if upto is None else counted("upto", upto)
+        wanted = len(self.tokens) if upto is None else counted("upto", upto)
         upto = self.exact if upto is None else geometry.floor(upto)
         if upto > self.exact or (self.chain and not self.exact):
             code, why = self._inexact()
             raise UserError(
-                f"{asked} tokens cannot be saved, at most {self.exact}: {why}; prefill them in a run of their own",
+                f"{wanted} tokens cannot be saved, at most {self.exact}: {why}; prefill them in a run of their own",
                 code=code,
             )
         chunks = upto // geometry.chunk_tokens
         source = SnapshotSource(
             identity=self.model.identity(geometry.chunk_tokens, self.salts[upto > self._complete]),
             payloads=(self.pager.payload(chunk) for chunk in range(chunks)),
-            ledger=untouched(chunks) if self.by_hand else self.pager.ledger(chunks),
+            ledger=Ledger.untouched(chunks) if self.by_hand else self.pager.ledger(chunks),
             tokens=self.tokens,
             rows=partial(self.pager.rows, chunks=chunks),
         )

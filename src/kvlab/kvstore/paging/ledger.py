@@ -74,6 +74,11 @@ class Ledger:
                 code="params.ledger-clock",
             )
 
+    @classmethod
+    def untouched(cls, chunks: int) -> Ledger:
+        """Of a run in which every chunk is in the pool, that was asked for them in order and never scored."""
+        return cls(tuple(ChunkEntry(True, None, number + 1) for number in range(chunks)), chunks)
+
     def __len__(self) -> int:
         return len(self.entries)
 

@@ -70,10 +70,10 @@ class ArchiveChunks:
             )
         own = archive.fitted.streams[0, "k"]
         found = (archive.fitted.layers, own.heads, own.first.shape[1])
-        if found != (due := (geometry.layers, geometry.kv_heads, geometry.head_dim)):
+        if found != (expected := (geometry.layers, geometry.kv_heads, geometry.head_dim)):
             raise CalibrationMismatch(
-                f"the calibration is for layers, KV heads and dimensions {found}, the chunks have {due}; calibrate this"
-                " model",
+                f"the calibration is for layers, KV heads and dimensions {found}, the chunks have {expected}; calibrate"
+                " this model",
                 code="calibration.other-shape",
             )
         self.geometry, self.archive, self._turn = geometry, archive, turn

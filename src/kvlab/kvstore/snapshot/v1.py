@@ -80,7 +80,7 @@ class PublishedHeader:
     def refuse_others(self, geometry: Geometry) -> None:
         """`SnapshotRefused` unless the chunks are those of a geometry."""
         segment = geometry.chunk_tokens * geometry.head_dim * geometry.torch_dtype.itemsize
-        due = {
+        expected = {
             Code.V1_CHUNK_TOKENS: ("tokens in a chunk", self.chunk_tokens, geometry.chunk_tokens),
             Code.V1_KV_HEADS: ("KV heads", self.kv_heads, geometry.kv_heads),
             Code.V1_K_SEGMENT: ("bytes of K of a head", self.k_segment, segment),
@@ -89,7 +89,7 @@ class PublishedHeader:
             Code.V1_DTYPE: ("as the ggml type of K", self.dtype, GGML_TYPES[geometry.dtype]),
             Code.V1_NO_LEDGER: ("as the mark of a ledger", self.has_ledger, 1),
         }
-        for code, (what, found, needed) in due.items():
+        for code, (what, found, needed) in expected.items():
             if found != needed:
                 raise refusal(code, f"the KVFLASH1 snapshot has {found} {what}, needed is {needed}")
         if not 1 <= self.chunks <= MAX_CHUNKS:

@@ -14,7 +14,7 @@ from kvlab.core.errors import CapabilityError, KvlabError, SnapshotRefused
 from kvlab.core.records import versions
 from kvlab.engines.vllm.pages import found_out, refuse_other
 from kvlab.kvstore.paging.geometry import Geometry, named
-from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
+from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.numerics import COMPUTED, PREFILL, mixed
 from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
@@ -142,7 +142,8 @@ class Mover:
 
     def _saved(self, job: Save) -> tuple[int, int]:
         rows = partial(self._rows.layer, block_ids=job.block_ids, tokens=len(job.tokens))
-        identity, ledger = self.context.identity_for(job.salt), _ledger(self._count(job))
+        # vLLM scores no chunk, evicts none of a running request, and asks for them in order
+        identity, ledger = self.context.identity_for(job.salt), Ledger.untouched(self._count(job))
         source = SnapshotSource(identity, self._chunks(job), ledger, job.tokens, rows)
         saved = save(job.path, source, coder=self.context.coder, made=self._made | {COMPUTED: job.computed})
         return saved.manifest.length, saved.nbytes
@@ -158,11 +159,6 @@ class Mover:
         """The blocks that hold the job's tokens from one on."""
         size = self.context.block_tokens
         return job.block_ids[begin // size : -(-len(job.tokens) // size)]
-
-
-def _ledger(chunks: int) -> Ledger:
-    """vLLM scores no chunk and evicts none of a running request: all were there, and were asked for in order."""
-    return Ledger(tuple(ChunkEntry(True, None, number + 1) for number in range(chunks)), chunks)
 
 
 # All layers of vLLM's paged cache, read and written in chunks of a snapshot.
@@ -229,12 +225,16 @@ class PagedRows:
 
     def _refuse_strange(self, cache: Tensor) -> None:
         geometry = self.geometry
-        due = (geometry.kv_heads, self.block_tokens, 2 * geometry.head_dim)
-        plain = cache.dim() == 4 and cache.device.type == "cpu" and cache.stride()[1:] == (due[1] * due[2], due[2], 1)
-        if not plain or tuple(cache.shape[1:]) != due or cache.dtype != geometry.torch_dtype:
+        expected = (geometry.kv_heads, self.block_tokens, 2 * geometry.head_dim)
+        plain = (
+            cache.dim() == 4
+            and cache.device.type == "cpu"
+            and cache.stride()[1:] == (expected[1] * expected[2], expected[2], 1)
+        )
+        if not plain or tuple(cache.shape[1:]) != expected or cache.dtype != geometry.torch_dtype:
             raise CapabilityError(
                 f"snapshots cannot be used here: a layer's cache is {list(cache.shape)} {named(cache.dtype)} on"
-                f" {cache.device}, needed is [blocks, {', '.join(map(str, due))}] {geometry.dtype} on the CPU, in"
+                f" {cache.device}, needed is [blocks, {', '.join(map(str, expected))}] {geometry.dtype} on the CPU, in"
                 " order",
                 code="capability.cache-layout",
             )

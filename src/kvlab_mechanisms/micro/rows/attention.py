@@ -194,8 +194,8 @@ def plans() -> Iterator[BenchRow]:
 
     def formula() -> None:
         chosen = by_length(LAYERS, 2048)[-1]
-        due = 1 - chosen.flops(2048, 1, 1) / Full().flops(2048, 1, 1)
-        hold(abs(spared() - 100 * due / 2) < 1e-9, "half of the layers do not spare what one spares")
+        expected = 1 - chosen.flops(2048, 1, 1) / Full().flops(2048, 1, 1)
+        hold(abs(spared() - 100 * expected / 2) < 1e-9, "half of the layers do not spare what one spares")
 
     note = "operations of attention by formula; the original's 25 is a constant, with no kernel after it"
     yield BenchRow("r19", "24 layers, 2,048 tokens", formula, value=spared, note=note)

@@ -230,17 +230,17 @@ def answers(entries: int, name: str) -> Iterator[BenchRow]:
     """A question that is not known, and one that is kept."""
     chance = np.random.default_rng(0)
     known = chance.standard_normal((entries, 128)).astype(np.float32)
-    asked = chance.standard_normal(128).astype(np.float32)
+    query = chance.standard_normal(128).astype(np.float32)
     cache = filled(known)
-    lookup, add, rival = nearest(known, asked)
+    lookup, add, rival = nearest(known, query)
 
     def check() -> None:
-        hold(cache.lookup(SPACE, known[7] * 3, 0.0) == "7" and cache.lookup(SPACE, asked, 0.0) is None)
+        hold(cache.lookup(SPACE, known[7] * 3, 0.0) == "7" and cache.lookup(SPACE, query, 0.0) is None)
         hold(cache.lookup(Space("a" * 16, "klt2"), known[7], 0.0) is None)
 
     shape = f"{entries:,} answers, 128 numbers each"
     yield BenchRow(
-        f"r56{name}", shape, check, lambda: cache.lookup(SPACE, asked, 0.0), lookup, rival,
+        f"r56{name}", shape, check, lambda: cache.lookup(SPACE, query, 0.0), lookup, rival,
         "ours refuses what has no direction, and skips what has run out",
     )  # fmt: skip
     if not name:
@@ -262,10 +262,10 @@ def filled(known: np.ndarray) -> SemanticCache:
     return cache
 
 
-def nearest(known: np.ndarray, asked: np.ndarray) -> tuple[Callable, Callable, str]:
+def nearest(known: np.ndarray, query: np.ndarray) -> tuple[Callable, Callable, str]:
     """The same by faiss, else by numpy alone."""
     unit = known / np.linalg.norm(known, axis=1, keepdims=True)
-    one = asked[None] / np.linalg.norm(asked)
+    one = query[None] / np.linalg.norm(query)
     if rival := named("faiss", "faiss-cpu"):
         import faiss
 

@@ -142,13 +142,13 @@ def search_id(params: Params) -> str:
 
 def current(params: Params, record: ChoiceRecord) -> Choice:
     """The choice of a record; `StaleResult` unless it was made as these parameters say."""
-    due = {
+    expected = {
         "engine": params.calibration.origin,
         "dtype": params.gap.dtype,
         "windows": params.windows.calib,
         "budget": params.mitigations.budget,
     }
-    for name, value in due.items():
+    for name, value in expected.items():
         if getattr(record, name) != value:
             raise StaleResult(
                 f"the choice of layers was made with {name} {getattr(record, name)}, these parameters say {value};"

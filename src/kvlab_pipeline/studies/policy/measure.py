@@ -82,8 +82,8 @@ def measure(params: Params, needles_path: Path, out: Path) -> None:
     given = arms(settings, planted.context, longest)
     answers: dict[PolicyVariant, list[NeedleResult]] = {arm: [] for arm in given}
     for number, item in enumerate(tqdm(items, desc="policies", unit="needle")):
-        for arm, asked in asked_of(model, settings, given, number, item):
-            answers[arm].append(asked)
+        for arm, result in asked_of(model, settings, given, number, item):
+            answers[arm].append(result)
     depths = [item.depth for item in items]
     bootstrap = Bootstrap(**params.stats.model_dump())
     record = PolicyRecord(
@@ -144,8 +144,8 @@ def asked_of(
             run = standing(model, settings, arm, number, needle, path)
             if arm.policy is None:
                 run.save(path)
-            asked, reference = ask(run, needle, reference, ahead=arm.policy == FORESIGHT)
-            yield arm, asked
+            result, reference = ask(run, needle, reference, ahead=arm.policy == FORESIGHT)
+            yield arm, result
 
 
 def standing(
@@ -189,17 +189,17 @@ def summary(
     )
 
 
-def by_item(asked: Sequence[NeedleResult]) -> dict[str, Column]:
+def by_item(results: Sequence[NeedleResult]) -> dict[str, Column]:
     """Numbers of the items as columns, an item a window: each has a text of its own."""
-    place = np.arange(len(asked))
-    return {name: Column.of(place, place, values) for name, values in columns(asked).items()}
+    place = np.arange(len(results))
+    return {name: Column.of(place, place, values) for name, values in columns(results).items()}
 
 
-def thirds(asked: Sequence[NeedleResult], depths: Sequence[float]) -> tuple[Third, ...]:
+def thirds(results: Sequence[NeedleResult], depths: Sequence[float]) -> tuple[Third, ...]:
     """Needles found, by the third of the context that they stand in."""
     where = [min(int(depth * THIRDS), THIRDS - 1) for depth in depths]
     found = []
     for third in range(THIRDS):
-        inside = [one.found for one, place in zip(asked, where, strict=True) if place == third]
+        inside = [one.found for one, place in zip(results, where, strict=True) if place == third]
         found.append(Third(low=third / THIRDS, high=(third + 1) / THIRDS, items=len(inside), found=sum(inside)))
     return tuple(found)

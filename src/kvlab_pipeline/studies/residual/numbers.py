@@ -148,13 +148,13 @@ def refuse_unplanned(params: Params, record: ResidualRecord, path: Path) -> None
 def on_grid(record: ResidualRecord, rows: pl.DataFrame, path: Path) -> pl.DataFrame:
     """The rows sorted; `StaleResult` unless each ratio, stream, window and layer is there once."""
     ratios = sorted(recipe.variance_ratio for recipe in record.recipes)
-    due = list(product(ratios, STREAMS, range(record.windows), range(record.n_layers)))
+    expected = list(product(ratios, STREAMS, range(record.windows), range(record.n_layers)))
     order = ["variance_ratio", "stream", "window", "layer"]
     rows = rows.sort(order)
-    if rows.select(order).rows() != due:
+    if rows.select(order).rows() != expected:
         raise StaleResult(
-            f"{path} has {rows.height} rows where {len(due)} are due, one for each of {len(ratios)} variance ratios,"
-            f" K and V, {record.windows} windows and {record.n_layers} layers; run `kvlab step residual` again",
+            f"{path} has {rows.height} rows where {len(expected)} are due, one for each of {len(ratios)} variance"
+            f" ratios, K and V, {record.windows} windows and {record.n_layers} layers; run `kvlab step residual` again",
             code="stale.other-rows",
         )
     return rows
@@ -165,7 +165,9 @@ def refuse_other_ranks(found: ResidualResult, path: Path) -> None:
     for recipe, stream, layer in product(found.record.recipes, STREAMS, range(found.record.n_layers)):
         ratio = recipe.variance_ratio
         blocks = found.blocks(ratio, stream, (layer,))
-        due = [found.sums(ratio, stream, name)[:, layer].astype(int).tolist() for name in ("n_blocks", "d_eff_sum")]
+        expected = [
+            found.sums(ratio, stream, name)[:, layer].astype(int).tolist() for name in ("n_blocks", "d_eff_sum")
+        ]
         nothing = np.zeros(found.record.windows, dtype=int)
         if any(counts.shape != nothing.shape for counts in blocks.values()):
             raise StaleResult(
@@ -173,7 +175,7 @@ def refuse_other_ranks(found: ResidualResult, path: Path) -> None:
                 code="stale.other-histograms",
             )
         counted = [sum(blocks.values(), nothing), sum((rank * n for rank, n in blocks.items()), nothing)]
-        if [given.tolist() for given in counted] != due:
+        if [given.tolist() for given in counted] != expected:
             raise StaleResult(
                 f"{path}: layer {layer} {stream} at variance_ratio {ratio:g} has other blocks or ranks in the"
                 " record than in the table; run `kvlab step residual` again",

@@ -69,8 +69,8 @@ def _promise(text: str, lines: Iterable[str], measured: Sequence = (True,), miss
 
 def _equal(agreements: Iterable[RunAgreement]) -> Iterable[str]:
     for one in agreements:
-        due = {"answers": one.tokens_equal} | ({"logits": one.logits_equal} if one.dtype == "float32" else {})
-        for what, count in due.items():
+        expected = {"answers": one.tokens_equal} | ({"logits": one.logits_equal} if one.dtype == "float32" else {})
+        for what, count in expected.items():
             if count < one.prompts:
                 yield f"{what} of {one.dtype} in {one.process} process are equal for {count} of {one.prompts} prompts"
 
@@ -88,8 +88,8 @@ def _unevicted(evicted: Iterable[Evicted]) -> Iterable[str]:
 def _slow(speeds: Iterable[Speed]) -> Iterable[str]:
     for speed in speeds:
         if speed.ratio < LEAST_SHARE * speed.ideal:
-            due = number(LEAST_SHARE * speed.ideal)
-            yield f"prefill of {speed.length} tokens is {number(speed.ratio)} times faster, due is {due}"
+            expected = number(LEAST_SHARE * speed.ideal)
+            yield f"prefill of {speed.length} tokens is {number(speed.ratio)} times faster, due is {expected}"
 
 
 def _doubts(record: RestoreRecord) -> Iterable[str]:

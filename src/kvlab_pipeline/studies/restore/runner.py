@@ -135,7 +135,7 @@ def _tried(attempt: Attempt, mode: str, snapshot: Path | None) -> VariantRun:
 def _controls(attempt: Attempt, snapshot: Path, foreign: Path) -> dict[str, Control]:
     with tempfile.TemporaryDirectory() as folder:
         given = {DAMAGED: flipped(snapshot, Path(folder) / snapshot.name), FOREIGN: foreign}
-        return {name: Control(due, _tried(attempt, "auto", given[name])) for name, due in CONTROLS.items()}
+        return {name: Control(expected, _tried(attempt, "auto", given[name])) for name, expected in CONTROLS.items()}
 
 
 def flipped(snapshot: Path, out: Path) -> Path:

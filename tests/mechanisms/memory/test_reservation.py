@@ -1,4 +1,4 @@
-"""The placement helper: the published cases, its properties, and what it refuses."""
+"""What to reserve for the KV cache: the published cases, its properties, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.core.errors import ParamsError
-from kvlab_mechanisms.memory.placement import Demand, disables_pool, place
+from kvlab_mechanisms.memory.reservation import Demand, disables_pool, reserve
 from refusals import refused
 from tiers import examples
 
@@ -28,7 +28,7 @@ PUBLISHED = Demand(
 
 
 def published(ctx: int, pool: int):
-    return place(replace(PUBLISHED, max_ctx=ctx, pool=pool))
+    return reserve(replace(PUBLISHED, max_ctx=ctx, pool=pool))
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_published_numbers():
     ],
 )
 def test_published_cases_of_switching_the_pool_off(active, force, cold, ctx, off):
-    placement = published(ctx, 49152)
-    assert disables_pool(placement, active=active, force=force, cold_experts=cold) is off
+    found = published(ctx, 49152)
+    assert disables_pool(found, active=active, force=force, cold_experts=cold) is off
 
 
 amounts = st.integers(0, 64 * GIB)
@@ -89,8 +89,8 @@ demands = st.builds(
 
 @examples(300)
 @given(demands)
-def test_a_placement_is_consistent(demand):
-    found = place(demand)
+def test_a_reservation_is_consistent(demand):
+    found = reserve(demand)
     full = demand.kv_bytes_per_tok * demand.max_ctx
     assert found.kv_total == found.kv_ctx * demand.kv_bytes_per_tok <= full
     assert found.pool_reduced == (found.kv_total < full)
@@ -98,15 +98,15 @@ def test_a_placement_is_consistent(demand):
     assert not found.pool_redundant or demand.pool
     assert found.left_over >= 0 and (found.fits or found.left_over == 0)
     assert not found.all_hot_full_kv or (found.fits and found.left_over >= demand.experts_total)
-    assert found.hot_ctx == 0 or place(replace(demand, max_ctx=found.hot_ctx)).all_hot_full_kv
-    assert not place(replace(demand, max_ctx=found.hot_ctx + 1)).all_hot_full_kv
+    assert found.hot_ctx == 0 or reserve(replace(demand, max_ctx=found.hot_ctx)).all_hot_full_kv
+    assert not reserve(replace(demand, max_ctx=found.hot_ctx + 1)).all_hot_full_kv
 
 
 @examples(300)
 @given(demands, st.integers(1, 1 << 18), st.integers(1, 1 << 18))
 def test_a_larger_pool_leaves_no_more_and_any_pool_no_less_than_none(demand, one, other):
     small, large = sorted((one, other))
-    none, less, more = (place(replace(demand, pool=pool)) for pool in (0, small, large))
+    none, less, more = (reserve(replace(demand, pool=pool)) for pool in (0, small, large))
     assert none.kv_total >= more.kv_total >= less.kv_total
     assert none.left_over <= more.left_over <= less.left_over
     assert none.all_hot_full_kv == more.all_hot_full_kv == less.all_hot_full_kv
@@ -118,7 +118,7 @@ def test_a_larger_gpu_never_holds_fewer_experts(demand, more):
     def hot(found) -> int:
         return min(found.left_over, demand.experts_total)
 
-    small, large = place(demand), place(replace(demand, gpu_total=demand.gpu_total + more))
+    small, large = reserve(demand), reserve(replace(demand, gpu_total=demand.gpu_total + more))
     assert hot(large) >= hot(small) and large.hot_ctx >= small.hot_ctx
     assert large.all_hot_full_kv or not small.all_hot_full_kv
 
@@ -126,16 +126,16 @@ def test_a_larger_gpu_never_holds_fewer_experts(demand, more):
 @examples(200)
 @given(demands, st.integers(1, 1 << 18))
 def test_a_longer_context_reserves_no_less_unless_its_pool_begins_to_count(demand, more):
-    short, long = place(demand), place(replace(demand, max_ctx=demand.max_ctx + more))
+    short, long = reserve(demand), reserve(replace(demand, max_ctx=demand.max_ctx + more))
     assert long.kv_total >= short.kv_total or (long.pool_reduced and not short.pool_reduced)
 
 
 def test_what_does_not_fit_leaves_nothing_and_is_never_hot():
     """An unsigned difference would have wrapped around here; a model without experts would have been all hot."""
     full = replace(PUBLISHED, gpu_total=2 * GIB, experts_total=0)
-    found = place(full)
+    found = reserve(full)
     assert (found.left_over, found.fits, found.all_hot_full_kv, found.hot_ctx) == (0, False, False, 0)
-    assert place(replace(full, gpu_total=24 * GIB)).all_hot_full_kv
+    assert reserve(replace(full, gpu_total=24 * GIB)).all_hot_full_kv
 
 
 @pytest.mark.parametrize("name", ["kv_bytes_per_tok", "max_ctx", "gpu_total", "core"])

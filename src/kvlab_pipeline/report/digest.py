@@ -19,7 +19,7 @@ def digest_of(data: dict) -> str:
     return hashlib.sha256(canonical({name: part for name, part in data.items() if name != DIGEST}).encode()).hexdigest()
 
 
-def sealed(data: dict) -> dict:
+def with_digest(data: dict) -> dict:
     """The same data with its digest."""
     return data | {DIGEST: digest_of(data)}
 

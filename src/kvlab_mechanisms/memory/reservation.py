@@ -63,7 +63,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Reservation:
     """What to reserve, and why.
 
     Attributes
@@ -92,7 +92,7 @@ class Placement:
     hot_ctx: int
 
 
-def place(demand: Demand) -> Placement:
+def reserve(demand: Demand) -> Reservation:
     """Reserve the whole context, unless a smaller pool is given and the experts do not all fit beside it.
 
     Parameters
@@ -101,13 +101,13 @@ def place(demand: Demand) -> Placement:
 
     Returns
     -------
-    Placement
+    Reservation
     """
     all_hot = demand.spare(demand.max_ctx) >= demand.experts_total
     reduced = 0 < demand.pool < demand.max_ctx and not all_hot
     ctx = demand.pool if reduced else demand.max_ctx
     spare = demand.spare(ctx)
-    return Placement(
+    return Reservation(
         kv_total=demand.kv_bytes_per_tok * ctx,
         kv_ctx=ctx,
         all_hot_full_kv=all_hot,
@@ -119,12 +119,12 @@ def place(demand: Demand) -> Placement:
     )
 
 
-def disables_pool(placement: Placement, *, active: bool, force: bool = False, cold_experts: int | None = None) -> bool:
+def disables_pool(found: Reservation, *, active: bool, force: bool = False, cold_experts: int | None = None) -> bool:
     """Whether a pool that was asked for should be left off, because nothing is gained by it.
 
     Parameters
     ----------
-    placement : Placement
+    found : Reservation
         Of the whole demand.
     active : bool
         Whether a pool was asked for at all.
@@ -142,4 +142,4 @@ def disables_pool(placement: Placement, *, active: bool, force: bool = False, co
         return False
     if cold_experts is not None:
         return counted("cold_experts", cold_experts) == 0
-    return placement.all_hot_full_kv
+    return found.all_hot_full_kv
