@@ -132,12 +132,17 @@ PARAMS = MODELS[LEAD]  # for what all models share
 JUDGED = judged(config)  # those for which the gate's rows are measured
 CORPUS_RECORD = Path("models/reference/corpus.json")
 MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
-# Models of which git holds the configuration only, by folder; rule `weights` makes the rest.
+# Models of which git holds the configuration only, by folder; rule `weights` makes the rest. Some only where named.
+NAMED = {Path(params.model.path) for params in MODELS.values()}
 FOLDERS = sorted(path.parent for path in Path("models").glob(f"*/{ORIGIN_FILE}"))
-MADE_MODELS = {folder: origin for folder, origin in weights_told(FOLDERS).items() if origin.wheel}
+MADE_MODELS = {
+    folder: origin
+    for folder, origin in weights_told(FOLDERS).items()
+    if origin.gguf and (folder in NAMED or not origin.by_name)
+}
 # What has to be told with every number of a model, wherever it lies.
 DISCLOSURES = [
-    f"{slug}={origin.disclosure}"
+    f"{slug}={origin.told}"
     for slug, params in MODELS.items()
     for origin in weights_told([Path(params.model.path)]).values()
 ]
