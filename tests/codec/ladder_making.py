@@ -22,6 +22,7 @@ from kvlab.codecs.kvquant import KvQuantStream
 from kvlab.codecs.nf4 import Nf4Stream
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.oscar import OscarStream
+from kvlab.codecs.quantized_cache import QuantizedCacheStream
 from kvlab.codecs.registry import build, fit_class
 from kvlab.codecs.shared import whitening
 from kvlab.codecs.turboquant import TurboQuantStream
@@ -50,6 +51,9 @@ RECIPES = {
     "ggml": lambda bits: GgmlStream(type="q8_0" if bits > 4 else "q4_0", block_size=BLOCK),
     "turboquant": lambda bits: TurboQuantStream(bits=bits, block_size=BLOCK),
     "vllm_types": lambda bits: VllmStream(format=f"int{8 if bits > 4 else 4}_per_token_head", block_size=BLOCK),
+    "quantized_cache": lambda bits: QuantizedCacheStream(
+        backend="hqq", bits=8 if bits > 4 else 4, dtype="float32", block_size=BLOCK
+    ),
     "kvquant": lambda bits: KvQuantStream(bits=bits, axis="channel", block_size=BLOCK),
     "kvquant-token": lambda bits: KvQuantStream(bits=bits, axis="token", block_size=BLOCK),
 }

@@ -128,7 +128,7 @@ def transformers(rows: dict[str, Tensor]) -> dict[str, dict[str, str]]:
 
     found: dict[str, dict[str, str]] = {}
     for backend, made in {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer}.items():
-        for bits in (4, 2):
+        for bits in (4, 2) if backend == "quanto" else (8, 4, 2):
             for name, x in rows.items():
                 layer, x = made(nbits=bits), x[None, None]
                 layer.update(x, x)

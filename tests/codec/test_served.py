@@ -11,6 +11,7 @@ import torch
 from codec import served_making
 from codec.making import SITE, nbytes
 from kvlab.codecs.ggml import BITS, GgmlStream
+from kvlab.codecs.quantized_cache import QuantizedCacheStream
 from kvlab.codecs.recipes import named_recipe
 from kvlab.codecs.registry import build
 from kvlab.codecs.testing import calibration_of, conformance
@@ -21,6 +22,7 @@ ROWS = {
     name: served_making.read(x, torch.bfloat16).view(1, -1, served_making.HEAD_DIM)
     for name, x in KEPT["inputs"].items()
 }
+CACHES = [("quanto", 4), ("quanto", 2), ("hqq", 8), ("hqq", 4), ("hqq", 2)]
 EVERY = pytest.mark.parametrize("name", ROWS)
 
 
@@ -137,17 +139,30 @@ def test_nvfp4_is_that_of_vllms_emulation(name):
     assert torch.equal(decoded.flatten(), theirs_of("nvfp4", name).view(torch.bfloat16).float())
 
 
+# --- transformers --------------------------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("backend, bits", CACHES)
+def test_what_is_read_back_is_what_transformers_quantized_cache_reads_back(backend, bits, name):
+    _, decoded = coded(QuantizedCacheStream(backend=backend, bits=bits), ROWS[name])
+    theirs = served_making.read(KEPT["transformers"][f"{backend} {bits}"][name], torch.bfloat16)
+    assert torch.equal(decoded.flatten(), theirs.float())
+
+
 # --- every format --------------------------------------------------------------------------------------------------
 
 
 FORMATS = [*({"type": kind} for kind in BITS), {"type": "q4_0", "rotation": 64}, {"type": "q8_0", "rotation": 65536}]
 FORMATS += [{"format": kind} for kind in get_args(Format)]
+FORMATS += [{"backend": backend, "bits": bits} for backend, bits in CACHES]
 FORMATS += [{"format": "fp8_e5m2", "scale": "tensor"}, {"format": "fp8_e4m3", "rounding": "zero", "dtype": "float32"}]
 
 
 @pytest.mark.parametrize("settings", FORMATS, ids=lambda settings: " ".join(map(str, settings.values())))
 def test_conforms(settings):
-    conformance("ggml" if "type" in settings else "vllm_types", **settings)
+    name = {"type": "ggml", "format": "vllm_types", "backend": "quantized_cache"}[next(iter(settings))]
+    conformance(name, **settings)
 
 
 def off_mean(stream, loud: float) -> float:
@@ -163,6 +178,7 @@ def off_mean(stream, loud: float) -> float:
     [
         (GgmlStream(type="q4_0"), GgmlStream(type="q4_0", rotation=64)),
         (VllmStream(format="even_4"), VllmStream(format="int4_per_token_head")),
+        (QuantizedCacheStream(backend="quanto", bits=4), VllmStream(format="int4_per_token_head")),
     ],
 )
 def test_a_constant_loud_channel_breaks_four_bits_and_a_rotation_or_the_mean_mends_it(plain, turned):
@@ -187,6 +203,7 @@ def test_a_constant_loud_channel_breaks_four_bits_and_a_rotation_or_the_mean_men
         ("fp8_per_token_head", 8 + 32 / 64),
         ("int4_per_token_head", 4 + 32 / 64),
         ("nvfp4", 4.5),
+        *((f"{backend}-int{bits}", bits + 0.5) for backend, bits in CACHES),
         ("turboquant_k8v4", (8 + 4 + 32 / 64) / 2),
         ("turboquant_4bit_nc", (4 + 16 / 64 + 4 + 32 / 64) / 2),
         ("turboquant_k3v4_nc", (3 + 16 / 64 + 4 + 32 / 64) / 2),
