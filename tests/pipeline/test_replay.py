@@ -285,12 +285,14 @@ def lent(one, two):
 
 
 def renumbered(one, two):
-    """An item said to be of another length, and its values with it."""
-    fewer, more = (each.kv_values // each.items for each in (one, two))
-    return [
-        one.model_copy(update={"items": one.items - 1, "kv_values": one.kv_values - fewer}),
-        two.model_copy(update={"items": two.items + 1, "kv_values": two.kv_values + more}),
-    ]
+    """An item said to be of another length, and all that it counts with it."""
+
+    def of(part, items):
+        whole = {name: getattr(part, name) // part.items * items for name in ("kv_bytes", "kv_values")}
+        calls = {name: getattr(part, name) // part.items * items for name in ("fires", "expected_fires")}
+        return part.model_copy(update={"items": items} | whole | calls)
+
+    return [of(part, items) for part, items in ((one, one.items - 1), (two, two.items + 1)) if items]
 
 
 @pytest.mark.parametrize(("change", "field"), [(lent, "kv_bytes"), (renumbered, "lengths")])

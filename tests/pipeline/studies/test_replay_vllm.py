@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from kvlab.engines import registry
 from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, NEEDLE
+from kvlab_pipeline.studies.mechanisms.records import EvalRun, read_mechanisms, write_mechanisms
 from pipeline.replayed import lenient, workspace
 from pipeline.studies.test_mechanisms import engine_of
 
@@ -45,3 +48,29 @@ def test_rows_of_vllm_are_certified_by_measuring_again(origin):
         scores = after[name].replay.scores
         assert {score.quality_eval_id for score in scores} >= {FIDELITY, NEEDLE}
         assert all(score.claimed == score.found for score in scores)
+
+
+def test_a_record_whose_pages_keep_half_as_many_tokens_exact_is_found(origin, tmp_path):
+    """Bytes, memory and blocks agree with it, and so do row and evidence: only the engine knows."""
+    made = origin._replace(root=tmp_path / "own")
+    shutil.copytree(origin.root, made.root)
+    record, scores = read_mechanisms(made.record)
+    row = next(one for one in record.rows if one.label == "klt 2 pages")
+    less = row.pool.exact_bytes // 2
+    blocks = (row.pool.cache_memory_bytes - less) // row.pool.block_bytes
+    runs = tuple(
+        EvalRun.of(
+            [one.model_copy(update={"kv_bytes": one.kv_bytes - one.items * less}) for one in run.lengths],
+            **run.model_dump(include={"quality_eval_id", "version", "context"}),
+        )
+        for run in row.evals
+    )
+    pool = row.pool.model_copy(update={"exact_bytes": less, "cache_blocks": blocks})
+    forged = row.model_copy(update={"evals": runs, "kv_bytes": runs[0].kv_bytes, "pool": pool})
+    rows = tuple(forged if one is row else one for one in record.rows)
+    write_mechanisms(made.record, record.model_copy(update={"rows": rows}), scores)
+    few = [one for one in made.written() if one.values["row_id"].endswith((made.of(row.label), "baseline"))]
+    assert made.claims(few, replayer=None)[made.of(row.label)].earned == "supported"
+    claim = made.claims(few)[made.of(row.label)]
+    assert not claim.certified and claim.codes == {"replay_other"}
+    assert {reason.field for reason in claim.replay.differs} >= {"pool", f"kv_bytes of {FIDELITY}"}

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import polars as pl
+from pydantic import Field
 
 from kvlab.core.errors import Fault, StaleResult, StorageError, WitnessDisagrees
 from kvlab.core.records import Provenance, file_hash, finite, forget, write_json, write_table
@@ -37,6 +38,7 @@ SCORES = pl.Schema(
 
 
 ROUNDED = 1e-9  # relative, of what is computed twice from the same numbers
+Some = Annotated[int, Field(ge=1)]
 COUNTED = ("fires", "expected_fires", "kv_bytes", "kv_values", "read_bytes")
 
 
@@ -47,11 +49,11 @@ class Counts(Frozen):
     numbers of fires are 0. `read_bytes` is what a step read of all contexts, where attention read by a pattern.
     """
 
-    items: int
+    items: Some
     fires: int
     expected_fires: int
     kv_bytes: int
-    kv_values: int
+    kv_values: Some
     read_bytes: int | None = None
 
 
@@ -65,7 +67,7 @@ class Length(NamedTuple):
 class LengthCounts(Counts):
     """The same of those items of which so many `tokens` were stored, in so many `calls` of the model."""
 
-    tokens: int
+    tokens: Some
     calls: int = 1
 
     @property
@@ -83,7 +85,7 @@ class EvalRun(Counts):
     quality_eval_id: str
     version: str
     context: int | None = None
-    lengths: tuple[LengthCounts, ...]
+    lengths: Annotated[tuple[LengthCounts, ...], Field(min_length=1)]
 
     @classmethod
     def of(cls, lengths: Sequence[LengthCounts], **named) -> EvalRun:
