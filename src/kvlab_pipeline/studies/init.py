@@ -19,22 +19,24 @@ from kvlab_pipeline.studies.settings import by_model, sections
 LEAST_CONTEXT = 8  # as of `Windows.context`
 
 WINDOWS = 16  # half of them of each text
-# What a model of some hundred million parameters takes half an hour for on two cores.
+# What a model of some hundred million parameters takes about twelve minutes for on two cores.
 ASKED = ("ladder", "layers", "noise")
 SAID = {
     "baseline": {"hf_attention": ["sdpa"]},
-    "ladder": {"in_forward": [], "growth": [0.1], "contexts": [2048], "context_windows": 4},
+    "gap": {"other_windows": 4},
+    "ladder": {"codecs": ["klt", "hadamard", "kivi", "fp8", "archive"], "ablated": [], "in_forward": []},
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
         "codecs": ["klt", "hadamard", "kivi", "archive"],
         "in_forward": ["kivi"],
         "pages": ["klt", "hadamard"],
         "caches": ["klt", "hadamard", "kivi", "fp8"],
-        "patterns": ["block_sparse:block=16,top_k=6,window=64"],
-        "kept": ["latent:rank=256", "attention:percent=25"],
         "cache_dtypes": ["fp8_e4m3"],
         "needles": 4,
-        "greedy": 8,
+        "tasks": ["niah_single"],
+        "lengths": [1024],
+        "texts": 4,
+        "greedy": 4,
     },
     "noise": {"protocol": "snapshot", "streams": ["kv"], "groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
     "kvstore": {
@@ -47,7 +49,7 @@ TEMPLATE = Template("""\
 # yaml-language-server: $$schema=workflow/schemas/config.schema.json
 # What a person changes. Every other parameter has a default; all of them, with what is allowed: config/PARAMS.md.
 # `kvlab params` checks this file and prints it with every default written out, and the recipe ids.
-# A smaller study is one edit, as `test: 8` under `windows`: studies take what there is.
+# A smaller study is one edit, as `test: 8` under `windows`; `make findings PRESET=full` measures more of everything.
 # For one run: `dvc exp run -S bits=4`, or `-S '++noise.seed=3'` for what this file does not say.
 
 bits: 3                       # K stream: bits per coefficient of `codec`, per value of the default `klt`; 1..8

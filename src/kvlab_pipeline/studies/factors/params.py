@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvlab.core.params import Params, Section, at_most, captured
+from kvlab.core.params import Params, Section, captured
 from kvlab.core.recipe import DType, Engine
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
@@ -38,8 +38,8 @@ class GapSection(Section):
     other_windows: int | None = Field(
         default=None,
         ge=2,
-        description="scored windows of the corners in any dtype but `dtype`, and of the engines' agreement with a"
-        " codec; at most, and where null, windows.test",
+        description="the most windows that are scored of the corners in any dtype but `dtype`, and of the engines'"
+        " agreement with a codec; null: all of windows.test",
     )
 
     def fitted(self, params: Params) -> GapSection:
@@ -49,7 +49,7 @@ class GapSection(Section):
     def windows_in(self, dtype: DType, params: Params) -> int:
         """Scored windows of what is measured in a dtype."""
         every = dtype == self.dtype or self.other_windows is None
-        return params.windows.test if every else self.other_windows
+        return params.windows.test if every else min(self.other_windows, params.windows.test)
 
     def problems(self, params: Params) -> Iterator[str]:
         """A dtype that is no level, origins that are not captured, and engines that cannot be compared."""
@@ -58,7 +58,5 @@ class GapSection(Section):
             yield f"gap.dtype is {self.dtype!r}; it must be one of gap.dtypes: {given}"
         if len(set(params.engines)) > 1 and "float32" not in self.dtypes:
             yield f"gap.dtypes is {given}; engines are compared in 'float32': add it, or run one engine"
-        if self.other_windows is not None:
-            yield from at_most("gap.other_windows", self.other_windows, "windows.test", params.windows.test)
         for number, origin in enumerate(self.origins):
             yield from captured(f"gap.origins.{number}", origin, params)

@@ -46,7 +46,7 @@ class Ladder(Section):
         description="`test`, and `other` if there is a second text that `test` does not hold",
     )
     windows: int = Field(
-        default=16,
+        default=8,
         ge=2,
         description="scored windows of each text; at most, and if not given cut to, what there are; a text of which"
         " they hold a single one is left out of the page",
