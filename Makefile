@@ -52,7 +52,7 @@ test: $(READY)  ## what one runs before a commit, in two processes (WORKERS=1: i
 
 test-all: test test-rest  ## what CI runs: the tests of `make test`, then those of `make test-rest`
 
-test-rest: $(READY)  ## DVC and Snakemake over the whole pipeline, vLLM in processes of its own, a look at the page in a browser
+test-rest: $(READY)  ## DVC and Snakemake over the whole pipeline, vLLM's own processes, compiled loops, mechanisms, a browser
 	@$(PYTEST) -m "full" $(ARGS)
 
 test-nightly: $(READY)  ## schedulers, S3, handovers, kills, the page at two widths, training; properties with all their examples

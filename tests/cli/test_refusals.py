@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 # The verb runs in a process of its own, which says afterwards whether it has loaded torch.
 PROGRAM = """
 import sys

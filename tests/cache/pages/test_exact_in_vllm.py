@@ -12,7 +12,7 @@ from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.base import Site
 from kvlab.core.recipe import Recipe
 
-pytestmark = [pytest.mark.full, pytest.mark.engine]
+pytestmark = pytest.mark.engine
 SINK, RECENT, ALL = 2, 8, 512
 
 
@@ -32,6 +32,7 @@ def whole(tiny_model, tiny_calibration, tmp_path_factory):
     return served("exact_user.py", tiny_model, ended(0, ALL), tiny_calibration, tmp_path_factory, "caching")
 
 
+@pytest.mark.full
 @torch.inference_mode()
 def test_it_says_what_the_cache_of_the_same_recipe_says_token_by_token(recent, hf_engine, fitted):  # noqa: F811
     """Prompts come to vLLM in chunks of 24 tokens, which are longer than what is exact."""
@@ -44,11 +45,13 @@ def test_it_says_what_the_cache_of_the_same_recipe_says_token_by_token(recent, h
         assert (said - logprobs(hf_engine, ids)).abs().max() > 0.01
 
 
+@pytest.mark.nightly
 def test_where_all_is_recent_it_is_the_plain_model(whole, hf_engine):
     for ids, found in zip(PROMPTS, whole.logprobs, strict=True):
         torch.testing.assert_close(torch.tensor(found), logprobs(hf_engine, ids), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_prefix_that_was_taken_over_is_coded_and_what_follows_is_exact(whole, hf_engine, codecs):  # noqa: F811
     """So it is the cell of a finished context: computed plainly, coded, and read by exact tokens."""
     (none, _), (taken, found) = whole.after
@@ -71,6 +74,7 @@ def test_a_prefix_that_was_taken_over_is_coded_and_what_follows_is_exact(whole, 
     assert (over - exact)[own].abs().max() > 0.01
 
 
+@pytest.mark.full
 def test_a_preempted_request_says_what_it_says_alone(recent):
     """Many requests, cancelled and preempted, none of them with a prefix taken over: equal answers."""
     found = recent.soak
@@ -79,6 +83,7 @@ def test_a_preempted_request_says_what_it_says_alone(recent):
     assert found["preemptions"] > 0 and found["cancelled"] > 0
 
 
+@pytest.mark.nightly
 def test_it_says_what_it_keeps_exact_and_what_that_takes(recent, whole, hf_engine):
     info = hf_engine.info
     token = 2 * info.n_layers * info.n_kv_heads * info.head_dim * 4

@@ -13,6 +13,8 @@ from kvlab.core.errors import LayoutMismatch, PoolExhausted, UserError
 from kvlab_mechanisms.attention.latent import LatentCache, LatentWeights, attend_latent, attend_naive, ratio
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 
 def drawn(seed=0, tokens=20, heads=4, d=16, latent=24, rope=0, queries=3, scale=1.0):
     chance = torch.Generator().manual_seed(seed)

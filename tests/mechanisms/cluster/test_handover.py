@@ -21,6 +21,8 @@ from kvlab_mechanisms.cluster.transport import LENGTH, PIECE, WireReader, WireWr
 from kvlab_mechanisms.memory.wire import StreamHead, pack
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 PROMPTS = {"one": list(range(5, 45)), "two": list(range(90, 70, -1))}
 TOKENS = 6
 
@@ -154,7 +156,7 @@ def test_unknown_ways_are_told(model, other):
         prefill(model, [])
 
 
-@pytest.mark.parametrize("rotary", ["before", pytest.param("after", marks=pytest.mark.full)])
+@pytest.mark.parametrize("rotary", ["before", "after"])
 def test_a_coded_hand_over_is_the_codec_in_one_process(model, setup, rotary):
     """The same bytes decoded by the same codec: the same bits, hence the same KL; and it did something."""
     recipe = named_recipe("hadamard", 3).model_copy(update={"rotary": rotary})

@@ -27,6 +27,7 @@ def summed(parts):
     return total
 
 
+@pytest.mark.full
 def test_collectives_send_what_their_formulas_say(two):
     given = [drawn(5, 3, seed=rank) for rank in range(2)]
     for found in two:
@@ -37,6 +38,7 @@ def test_collectives_send_what_their_formulas_say(two):
     assert sum(one["all_reduce"] for one in sent) == all_reduce_bytes(5 * 3 * 4, 2)
 
 
+@pytest.mark.full
 def test_columns_then_rows_are_the_dense_layers_with_one_sum(two):
     x, up, down = drawn(7, 24, seed=9), drawn(33, 24, seed=1), drawn(24, 33, seed=2)
     for found in two:
@@ -47,6 +49,7 @@ def test_columns_then_rows_are_the_dense_layers_with_one_sum(two):
     assert torch.equal(two[0]["mlp"], two[1]["mlp"]), "all ranks have the same bits"
 
 
+@pytest.mark.full
 def test_attention_by_heads_is_the_sum_of_its_heads_to_the_bit(two):
     x, whole = drawn(7, 24, seed=9), weights()
     shares = [whole.of(share(whole.heads, whole.kv_heads, 2, rank)) for rank in range(2)]
@@ -56,6 +59,7 @@ def test_attention_by_heads_is_the_sum_of_its_heads_to_the_bit(two):
         torch.testing.assert_close(found["attention"], partial(x, whole), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CODECS)
 def test_codecs_cut_by_head_code_as_they_do_in_one_process(two, name):
     """K and V of a rank's heads are those heads of the whole coded K and V, to the bit; so attention is too."""
@@ -72,6 +76,7 @@ def test_codecs_cut_by_head_code_as_they_do_in_one_process(two, name):
         assert not torch.equal(found["coded"][name], found["attention"]), "the codec fired"
 
 
+@pytest.mark.full
 def test_attention_by_tokens_is_attention_over_the_whole_text(two):
     for kv_heads, causal in ((4, True), (2, True), (1, False), (1, True)):
         q, k, v = (drawn(heads, 9, 8, seed=n) for n, heads in enumerate((4, kv_heads, kv_heads)))
@@ -91,20 +96,24 @@ def test_four_ranks_send_three_quarters_of_a_tensor():
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_two_ranks_send_half_of_a_tensor(two):
     assert sum(found["example"] for found in two) == all_to_all_bytes(8 * 256 * 64 * 4, 2) == 262_144
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_ends_all_in_one_line(capfd):
     with refused(Fault, "fault.rank-failed", "rank 1", "ValueError: on purpose"):
         run(2, failing)
 
 
+@pytest.mark.full
 def test_there_has_to_be_a_rank():
     with refused(UserError, "user.no-ranks", 0):
         run(0, len)
 
 
+@pytest.mark.full
 def test_shares_cover_all_heads_once_and_the_kv_heads_that_they_read():
     for heads, kv_heads, world in ((8, 8, 4), (8, 2, 2), (8, 2, 4), (9, 3, 3), (9, 3, 9), (4, 1, 2), (6, 6, 1)):
         shares = [share(heads, kv_heads, world, rank) for rank in range(world)]
@@ -120,6 +129,7 @@ def test_shares_cover_all_heads_once_and_the_kv_heads_that_they_read():
     assert even(7, 3) == [3, 2, 2]
 
 
+@pytest.mark.full
 def test_what_was_fitted_over_heads_together_is_not_cut():
     cut(calibration(4, 8), slice(1, 3))
     with refused(CapabilityError, "capability.heads-together"):

@@ -19,6 +19,8 @@ from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_mechanisms.decoding.speculate import plain
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 PROMPT = list(range(30, 70))
 OWN = Sampling(0.9, 40, seed=10)
 P = np.array([0.4, 0.25, 0.2, 0.1, 0.05])

@@ -14,6 +14,8 @@ from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_mechanisms.decoding.speculate import plain, speculate
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 PROMPT = list(range(5, 25))
 
 

@@ -12,6 +12,8 @@ from kvlab.core.errors import CalibrationMismatch, Fault, StorageError
 from kvlab_mechanisms.decoding.probe import counted, drift, expected, fit_probe
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 
 def planted(samples: int, classes: int = 3, width: int = 12, noise: float = 1.0, seed: int = 0):
     chance = torch.Generator().manual_seed(seed)

@@ -38,6 +38,8 @@ from kvlab_mechanisms.decoding.speculate import plain
 from refusals import refused
 from tiers import examples
 
+pytestmark = pytest.mark.full
+
 SEEN = torch.tensor([0, 2, 2, 5])
 GRID = [
     Sampling(*values)

@@ -16,6 +16,8 @@ from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab_mechanisms.decoding.schema import Steps, compiled, constrained, tokens, tokens_of
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("xgrammar")
 
 PERSON = {

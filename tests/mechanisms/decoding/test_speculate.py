@@ -17,6 +17,8 @@ from kvlab_mechanisms.decoding.law import Sampling, law
 from kvlab_mechanisms.decoding.speculate import SpeculationReport, plain, speculate
 from kvlab_mechanisms.decoding.verify import Draft, Verified
 
+pytestmark = pytest.mark.full
+
 PROMPT = torch.randint(1, 320, (24,), generator=torch.Generator().manual_seed(1)).tolist()
 GREEDY = Sampling(0)
 HADAMARD = named_recipe("hadamard", bits=3)

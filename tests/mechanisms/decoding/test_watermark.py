@@ -19,6 +19,8 @@ from kvlab_mechanisms.decoding.watermark import Detection, PermutationWatermark,
 from refusals import refused
 from tiers import examples
 
+pytestmark = pytest.mark.full
+
 VOCABULARY = 8192
 MARK = Watermark(key=0x0123456789ABCDEF)
 

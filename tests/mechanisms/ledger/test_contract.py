@@ -17,6 +17,8 @@ from kvlab_mechanisms.ledger.contract import Contract, ContractBroken, decoded, 
 from mechanisms.decoding.test_schema import PERSON
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = st.sampled_from(["a", "b", "ab", "n"])
 PLAIN = (

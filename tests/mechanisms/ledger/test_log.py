@@ -18,6 +18,8 @@ from kvlab_mechanisms.ledger.log import LogEntry, ReadLog, append, decoded, enco
 from kvlab_mechanisms.ledger.merkle import Tree
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 
 def entry(n: int, **changes) -> LogEntry:
     told = {"job": f"rule n={n}", "inputs": {}, "outputs": {f"results/{n}": f"{n:064x}"}, "params": "0" * 64}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from kvlab.codecs.stream.tree import leaf
 from kvlab.core.errors import UserError
 from kvlab_mechanisms.ledger.merkle import EMPTY, Tree, proves_consistency, proves_inclusion
 from refusals import refused
+
+pytestmark = pytest.mark.full
 
 # Inputs, roots and proofs of the Certificate Transparency project's own tests of RFC 6962.
 INPUTS = ("", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f")

@@ -10,6 +10,8 @@ from kvlab.cli import main as cli
 from kvlab_mechanisms.ledger import log
 from kvlab_mechanisms.ledger.jobs import enter, entry_of
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from kvlab.core.errors import PagerError, PoolExhausted
 from kvlab_mechanisms.memory.host_tier import HostTier
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 
 def page(number: int, size: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full((2, size // 2), number).to(dtype)

@@ -12,6 +12,8 @@ from kvlab.core.errors import PagerError, ParamsError, PoolExhausted
 from kvlab_mechanisms.memory.page_pool import PagePool
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 TOKENS, LAYERS = 4, (3, 5)
 
 

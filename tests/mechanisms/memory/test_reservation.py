@@ -13,6 +13,8 @@ from kvlab_mechanisms.memory.reservation import Demand, disables_pool, reserve
 from refusals import refused
 from tiers import examples
 
+pytestmark = pytest.mark.full
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PUBLISHED = Demand(
     kv_bytes_per_tok=80 * KIB,

@@ -28,6 +28,8 @@ from kvlab_mechanisms.memory.wire import (
 from kvlab_mechanisms.memory.wire import HEAD as HEAD_FIELDS
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 HEAD = StreamHead(model="m" * 16, codec="", dtype="float32", layers=2, kv_heads=2, head_dim=4, tokens=3, sequence="one")
 
 

@@ -9,6 +9,8 @@ from kvlab_mechanisms.micro import page as run
 from kvlab_mechanisms.micro.row import BenchRow, hold, published
 from kvlab_mechanisms.micro.rows import ALL
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def rows():

@@ -14,6 +14,8 @@ from kvlab_mechanisms.serving.policies.canary import TRANSITIONS, Canary, Canary
 from kvlab_pipeline.gate_page.audit.mutations import TODAY, as_row, valid_case
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 
 def claim(word="pass", earned="supported", **more) -> Claim:
     status = "completed" if earned == "supported" else "pending"

@@ -16,6 +16,8 @@ from kvlab_mechanisms.serving.simulate import simulate
 from kvlab_mechanisms.serving.worker import Costs, Worker, WorkerShape
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 
 def gateway(count: int, policy="least", capacity=1 << 30, **more) -> Gateway:
     found = Gateway(policy, **more)

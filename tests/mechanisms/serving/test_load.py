@@ -16,6 +16,8 @@ from kvlab_mechanisms.serving.worker import Costs
 from refusals import refused
 from validation.serving import load, load_page, served
 
+pytestmark = pytest.mark.full
+
 
 def planted(token_bytes: float, slower: float) -> dict:
     chance, steps = np.random.default_rng(0), []

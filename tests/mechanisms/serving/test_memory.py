@@ -10,6 +10,8 @@ from kvlab.core.errors import UserError
 from kvlab_mechanisms.serving.memory import Memory
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("seed", range(12))
 def test_pages_by_phase_are_pages_by_sequence(seed):

@@ -21,6 +21,8 @@ from kvlab_mechanisms.serving.trace import Trace, columns
 from kvlab_mechanisms.serving.worker import Costs, Worker, WorkerShape, first_come
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 COSTS = Costs(step=0.0, prefill=2e-3, pair=0.0, decode=0.05, read=0.0)
 SHAPE = WorkerShape(1 << 30, 1.0, 16, chunk=100_000, most=1, prefixes=False)
 

@@ -16,6 +16,8 @@ from kvlab_mechanisms.serving.predictor import (
 )
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 PLANTED = np.array([4e-3, 6e-4, 2e-8, 1.5e-3, 3e-10])
 
 

@@ -16,6 +16,8 @@ from kvlab_mechanisms.serving.simulate import simulate
 from kvlab_mechanisms.serving.worker import Costs, Worker, WorkerShape
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 COSTS = Costs(step=4e-3, prefill=2e-5, pair=1e-8, decode=1e-4, read=5e-7)
 SWITCH = Switch(COSTS, 512, 23040, 1e9, setup=5e-3)
 

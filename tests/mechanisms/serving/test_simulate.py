@@ -91,6 +91,7 @@ def last_begun(found: list[int], order: dict[int, int]) -> int:
     return max(found, key=order.__getitem__)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(10))
 def test_it_is_the_walk_of_every_step(seed):
     trace = made(60, SMALL, seed)
@@ -106,6 +107,7 @@ def test_it_is_the_walk_of_every_step(seed):
     assert found.preemptions == preemptions
 
 
+@pytest.mark.full
 def test_one_request_alone_takes_what_its_steps_take():
     trace = columns([(1.0, 100, 11, -1, 0)])
     found = simulate(trace, [Worker(COSTS, WorkerShape(1 << 20, 1.0))])
@@ -114,6 +116,7 @@ def test_one_request_alone_takes_what_its_steps_take():
     assert found.tpot[0] == pytest.approx(steps / 10)
 
 
+@pytest.mark.full
 def test_nothing_is_lost_and_every_page_comes_back():
     trace = made(3000, replace(SMALL, share=0.6, prefixes=5, prefix_tokens=100, rate=90.0), 2)
     workers = [Worker(COSTS, WorkerShape(2500, 1.0)) for _ in range(3)]
@@ -127,12 +130,14 @@ def test_nothing_is_lost_and_every_page_comes_back():
         assert one.busy <= found.span
 
 
+@pytest.mark.full
 def test_the_same_trace_gives_the_same_report():
     trace = made(500, SMALL, 4)
     one, two = (simulate(trace, [Worker(COSTS, WorkerShape(3000, 1.0))]).report(Slo(1, 0.05)) for _ in range(2))
     assert one == two
 
 
+@pytest.mark.full
 def test_fewer_bytes_a_token_hold_more_and_preempt_less():
     trace = made(800, scaled(AZURE_CONV, 0.1, rate=60.0), 5)
     found = [simulate(trace, [Worker(COSTS, WorkerShape(80_000, size))]) for size in (32.0, 16.0, 4.0)]
@@ -141,6 +146,7 @@ def test_fewer_bytes_a_token_hold_more_and_preempt_less():
     assert np.median(found[0].ttft) > np.median(found[2].ttft)
 
 
+@pytest.mark.full
 def test_a_beginning_that_is_kept_is_not_computed_again():
     trace = columns([(float(t), 400, 4, 9, 384) for t in range(5)])
     found = simulate(trace, [Worker(COSTS, WorkerShape(1 << 20, 1.0))])
@@ -155,6 +161,7 @@ PROBES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROBES)
 def test_a_beginning_that_leaves_no_room_makes_room(name):
     worker = Worker(COSTS, WorkerShape(11 * 16, 1.0))
@@ -169,6 +176,7 @@ REQUEST = st.tuples(
 )  # fmt: skip
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(REQUEST, min_size=1, max_size=25),
@@ -202,12 +210,14 @@ def test_every_request_is_served_denied_or_refused(rows, pages, page, chunk, sec
         assert (one.read, one.memory.decoding) == (0, 0)
 
 
+@pytest.mark.full
 def test_a_run_that_leaves_requests_behind_gives_no_figure(monkeypatch):
     monkeypatch.setattr(Worker, "plan", lambda *_: None)
     with refused(Fault, "fault.requests-left", "1 of 1"):
         simulate(columns([(0.0, 10, 5, -1, 0)]), [Worker(COSTS, WorkerShape(320, 1.0))])
 
 
+@pytest.mark.full
 def test_what_no_memory_holds_is_refused_and_said():
     found = simulate(columns([(0.0, 1000, 5, -1, 0), (0.0, 10, 5, -1, 0)]), [Worker(COSTS, WorkerShape(320, 1.0))])
     assert found.refused == 1
@@ -217,6 +227,7 @@ def test_what_no_memory_holds_is_refused_and_said():
         simulate(columns([(0.0, 1, 1, -1, 0)]), [])
 
 
+@pytest.mark.full
 def test_the_front_denies_and_goodput_counts_who_is_in_time():
     trace = made(200, SMALL, 6)
     found = simulate(trace, [Worker(COSTS, WorkerShape(1 << 20, 1.0))], front=lambda _, number: number % 2 == 0)

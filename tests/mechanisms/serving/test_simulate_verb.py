@@ -8,6 +8,8 @@ import pytest
 
 from kvlab.cli import main as cli
 
+pytestmark = pytest.mark.full
+
 ARM = {"page": 16, "seconds": [0.02, 1e-3, 1e-7, 1e-3, 2e-10], "half_width": None, "rows": 9, "undetermined": []}
 
 

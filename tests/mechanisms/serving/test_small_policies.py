@@ -20,6 +20,8 @@ from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
 from kvlab_mechanisms.serving.policies.semantic import SemanticCache, Space, threshold_for
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 # ------------------------------------------------------------------------------ rate limits
 
 

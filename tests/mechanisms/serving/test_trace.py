@@ -13,6 +13,8 @@ from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab_mechanisms.serving.trace import TraceError, read_any
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 GOOD = {"t": 0, "prompt": 10, "output": 2}
 
 

@@ -164,7 +164,7 @@ def measured(tiny_params, tiny_windows, tiny_needles, tiny_fitted, tmp_path_fact
     return records.read_mechanisms(out)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_the_bytes_are_the_pages_by_vllms_own_count(measured, vllm_engine):
     record, _ = measured
@@ -183,7 +183,7 @@ def test_the_bytes_are_the_pages_by_vllms_own_count(measured, vllm_engine):
     assert row(record, "klt 2 in_forward").pool is None  # a codec beside the cache says nothing of its pages
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_what_ran_is_told_by_the_engine(measured, tiny_params, vllm_engine):
     record, _ = measured
@@ -194,7 +194,7 @@ def test_what_ran_is_told_by_the_engine(measured, tiny_params, vllm_engine):
     assert len(found.seconds) == tiny_params.windows.test and min(found.seconds) > 0
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_exact_tokens_make_pages_cost_less_than_the_same_codec_inside_the_forward(measured):
     _, table = measured
@@ -202,7 +202,7 @@ def test_exact_tokens_make_pages_cost_less_than_the_same_codec_inside_the_forwar
     assert 0 < one < 0.8 * other
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_the_gate_finds_nothing_wrong_with_its_evidence(measured):
     record, table = measured

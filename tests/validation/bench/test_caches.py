@@ -10,6 +10,8 @@ from kvlab.text import corpus
 from refusals import refused
 from validation.bench import caches, contest, page, run
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def found(tiny_params, tiny_windows, tiny_calibration):

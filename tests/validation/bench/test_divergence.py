@@ -18,6 +18,8 @@ from validation.bench import divergence, run, sources
 from validation.bench.rivals import EncodedTensor, Library, LibraryCodec
 from validation.bench.subjects import BenchCodec, Roster, alone
 
+pytestmark = pytest.mark.full
+
 MODEL, CORPUS = "5" * 16, "c" * 16
 
 

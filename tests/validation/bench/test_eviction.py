@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from tiers import examples
 from validation.bench import eviction
 
+pytestmark = pytest.mark.full
+
 
 @examples(100)
 @given(st.floats(0.01, 20), st.integers(1, 600), st.sampled_from([8, 64, 128]))

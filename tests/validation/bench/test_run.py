@@ -15,6 +15,8 @@ from refusals import refused
 from validation.bench import page, published, run, sources, subjects
 from validation.bench.subjects import BenchCodec, Roster
 
+pytestmark = pytest.mark.full
+
 EFFORT = run.Effort(rounds=2, threads=(1,))
 
 

@@ -17,6 +17,8 @@ from validation.bench.score import Scorer, limit_row, whole
 from validation.bench.subjects import BenchCodec
 from validation.limit import theory as limit
 
+pytestmark = pytest.mark.full
+
 SOURCE = sources.planted(heads=1, tokens=600, head_dim=16)
 RIDGE = 1e-6
 

@@ -11,6 +11,8 @@ from refusals import refused
 from validation.bench import sources
 from validation.limit import theory as limit
 
+pytestmark = pytest.mark.full
+
 
 def first_of(source, stream):
     return next(sample for sample in source.samples if sample.stream == stream)

@@ -10,6 +10,8 @@ from refusals import refused
 from validation.cluster import page
 from validation.cluster.measure import _recipe
 
+pytestmark = pytest.mark.full
+
 
 def row(codec: str, nbytes: int, ms: float) -> dict:
     times = {"handover_ms": ms, "prefill_ms": 9.0, "step_ms": 3.0}

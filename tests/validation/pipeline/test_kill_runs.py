@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = (ROOT / "workflow" / "scripts", ROOT / "validation" / "pipeline")
 REPRO = ("dvc", "repro")

@@ -12,6 +12,8 @@ import polars as pl
 import psutil
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = (ROOT / "workflow" / "scripts", ROOT / "validation" / "pipeline")
 

@@ -6,6 +6,8 @@ from tests.validation.published import making
 from validation.published import mismatch
 from validation.published.families import read_folder
 
+pytestmark = pytest.mark.full
+
 
 def compared(folder, *files):
     for index, data in enumerate(files):

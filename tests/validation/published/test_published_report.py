@@ -18,6 +18,8 @@ from tests.validation.published import making
 from validation.published.main import published
 from validation.published.rows import WINDOWS
 
+pytestmark = pytest.mark.full
+
 FILES = ["REPORT.md", "cells.csv", "checks.csv", "differences.csv", "rows.parquet"]
 
 

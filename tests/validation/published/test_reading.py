@@ -10,6 +10,8 @@ from refusals import refused
 from tests.validation.published import making
 from validation.published.families import NOT_READ, READ, REFUSED, UNKNOWN, read_folder
 
+pytestmark = pytest.mark.full
+
 
 def one(folder, data, name="x.json"):
     making.write(folder, name, data)

@@ -11,6 +11,8 @@ from validation.published import phases, rank, reanalyse
 from validation.published.families import read_folder
 from validation.published.rows import PassageScores, SigmaSidecar
 
+pytestmark = pytest.mark.full
+
 
 def cells(folder, **files):
     for name, data in files.items():

@@ -11,6 +11,8 @@ from tests.validation.published import making
 from validation.published import checks
 from validation.published.families import read_folder
 
+pytestmark = pytest.mark.full
+
 
 def found(folder, data):
     making.write(folder, "x.json", data)

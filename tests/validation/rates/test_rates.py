@@ -13,6 +13,8 @@ from validation.rates import compare, page
 from validation.rates.__main__ import named
 from validation.rates.measure import measure
 
+pytestmark = pytest.mark.full
+
 
 def row(codec, nominal, bits, kl, text="other", tokens=(100, 100, 100, 100)):
     """A codec whose windows differ by a tenth either way."""
