@@ -29,7 +29,7 @@ $(error $(WRONG))
 endif
 endif
 
-.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
+.PHONY: help setup findings audit test test-all test-rest test-nightly wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
@@ -48,12 +48,15 @@ findings: $(READY)  ## run what is not done yet, up to the report (PRESET=quick:
 	echo "Report: $$place/$(REPORT)"
 
 test: $(READY)  ## what one runs before a commit, in two processes (WORKERS=1: in one)
-	@$(PYTEST) -m "not full" $(ARGS)
+	@$(PYTEST) -m "not full and not nightly" $(ARGS)
 
-test-all: test test-rest  ## all tests: those of `make test`, then the rest
+test-all: test test-rest  ## what CI runs: the tests of `make test`, then those of `make test-rest`
 
-test-rest: $(READY)  ## what `make test` leaves out: DVC, schedulers, S3, a browser; properties with all their examples
-	@$(PYTEST) -m "full or hypothesis" --hypothesis-profile=second $(ARGS)
+test-rest: $(READY)  ## DVC and Snakemake over the whole pipeline, vLLM in processes of its own, a look at the page in a browser
+	@$(PYTEST) -m "full" $(ARGS)
+
+test-nightly: $(READY)  ## schedulers, S3, handovers, kills, the page at two widths, training; properties with all their examples
+	@$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly $(ARGS)
 
 wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there (ARGS='--with newest')
 	@"$(BIN)/python" workflow/scripts/wheel_test.py $(ARGS)

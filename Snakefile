@@ -50,6 +50,9 @@ include: "workflow/rules/report.smk"
 include: "workflow/rules/order.smk"
 
 
+code.keep()
+
+
 wildcard_constraints:
     model="|".join(map(re.escape, MODELS)),
     engine="[a-z]+",

@@ -9,26 +9,30 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tiers import COMPILED, FIRST
+from tiers import COMPILED, FIRST, FULL, tier
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
-LONG = ("workflow", "kvstore/vllm", "codec")  # folders that take longest; the others fill up the time beside them
-ONE_ENGINE = (
-    "engines",
-    "measure",
-    "pipeline/studies",
-)  # their tests share the session's engines, so one process runs them all
+ONE_ENGINE = ("engines", "measure", "pipeline/studies")  # they share the session's engines: one process runs them all
+# Folders that take longest, the longest first; the others fill up the time beside them.
+LONG = ("workflow/lab", *ONE_ENGINE, "codec", "kvstore/vllm", "cache", "workflow", "gate", "cli", "kvstore")
 settings.load_profile(FIRST)  # unless --hypothesis-profile names the other
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Marks and what they mean; see `tiers`."""
-    config.addinivalue_line("markers", "full: only in `make test-all`, as it runs other programs or waits for them")
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the second tier only its files are read: to import all of them takes each process half a minute."""
+    if config.option.markexpr == FULL and collection_path.suffix == ".py":
+        return f"mark.{FULL}" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the folders in `LONG`."""
+    """Each test has one tier; begin with the folders in `LONG`."""
+    for item in items:
+        try:
+            tier({mark.name for mark in item.iter_markers()})
+        except ValueError as problem:
+            raise pytest.UsageError(f"{item.nodeid}: {problem}") from None
 
     def place(item: pytest.Item) -> int:
         folder = item.path.parent.relative_to(ROOT / "tests").as_posix()

@@ -27,6 +27,7 @@ FLOORS = {
         "text": 1,
         "codecs": 2,
         "output": 2,
+        "weights": 3,
         "attention": 3,
         "engines": 3,
         "calibration": 4,

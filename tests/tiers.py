@@ -1,24 +1,44 @@
-"""The two tiers of the suite: what `make test` runs, and what `make test-all` adds.
+"""The three tiers of the suite: `make test`, what `make test-rest` adds, and `make test-nightly`.
 
-The first tier is what one runs before a commit. In the second are
+The first tier is what one runs before a commit. A test is in another one by its mark:
 
-- the tests marked `full`: they run other programs as a person would (DVC, Snakemake over the whole pipeline or once for
-  each parameter, a scheduler's stand-in, an S3 server, a browser, vLLM beyond the engine that a session shares, a
-  second process that computes everything again), train a model more than once, or wait for a process to be killed;
-- all properties once more, each with as many examples as it asks for; in the first tier each has a fifth of them.
+- `full`: it runs other programs as a person would (DVC and Snakemake over the whole pipeline, a browser, vLLM beside
+  the engine that a session shares), or computes for long. CI runs these after the first tier.
+- `nightly`: it needs long and seldom tells what the first two do not: schedulers, S3, every case of a handover, each
+  way to kill a run, most processes of vLLM, training.
+
+The third tier also has all properties once more, each with as many examples as it asks for; in the others each has a
+fifth of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from hypothesis import settings
 
-FIRST, SECOND = "first", "second"  # also the names of the profiles of hypothesis
-SHARE = {FIRST: 20, SECOND: 100}  # per cent of the examples, and the examples of a property that asks for none
+FULL, NIGHTLY = "full", "nightly"  # marks; a test with neither is in the first tier
+FIRST = "first"  # with `NIGHTLY` also the names of the profiles of hypothesis
+SHARE = {FIRST: 20, NIGHTLY: 100}  # per cent of the examples, and the examples of a property that asks for none
 COMPILED = "KVLAB_TEST_COMPILED"  # set for tests of compiled loops, which run in a process of their own
-LEAST = 5  # examples, in either tier
+LEAST = 5  # examples, in any tier
 
 for name, percent in SHARE.items():
     settings.register_profile(name, max_examples=percent, deadline=None)
+
+
+def tier(marks: Container[str]) -> str:
+    """The one tier of a test with these marks.
+
+    Raises
+    ------
+    ValueError
+        If the marks name two tiers.
+    """
+    named = [mark for mark in (FULL, NIGHTLY) if mark in marks]
+    if len(named) > 1:
+        raise ValueError(f"marked {' and '.join(named)}: a test is in one tier")
+    return named[0] if named else FIRST
 
 
 def number(wanted: int) -> int:
@@ -27,5 +47,5 @@ def number(wanted: int) -> int:
 
 
 def examples(wanted: int) -> settings:
-    """So many examples in the second tier, fewer in the first: a decorator."""
+    """So many examples in the third tier, fewer in the others: a decorator."""
     return settings(max_examples=number(wanted), deadline=None)

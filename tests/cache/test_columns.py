@@ -15,6 +15,7 @@ from tiers import COMPILED
 CASES = [Path(__file__).with_name(name) for name in ("columns_cases.py", "test_block_attention.py")]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed, and torch reads all blocks")
 def test_compiled_loops_read_and_write_as_torch_does():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, CASES)]

@@ -143,8 +143,11 @@ def test_what_is_no_folder_of_a_model_is_told_what_to_give(verb, named, run, fol
     if named in ("no JSON", "no UTF-8"):
         (folder / "config.json").write_bytes({"no JSON": b"{", "no UTF-8": b"{\xff}"}[named])
     model, words = {
-        "a GGUF file": (file, "is a file; give the folder of a Hugging Face model, which transformers writes"),
-        "a folder of one": (file.parent, "gguf_file='model-q4.gguf'"),
+        "a GGUF file": (
+            file,
+            f"model; make one of model-q4.gguf with `kvlab weights {file}",
+        ),
+        "a folder of one": (file.parent, f"`kvlab weights {file} --out NEW`"),
         "nothing": (tmp_path / "coyp", "does not exist; did you mean"),
         "a hub id": (Path("owner/name"), "`hf download owner/name`"),
         "no JSON": (folder, "no JSON in UTF-8"),

@@ -12,6 +12,7 @@ from kvlab.codecs.catalogue import UNSTORED
 from kvlab.codecs.d4 import D4Stream
 from kvlab.codecs.e8 import E8Stream
 from kvlab.codecs.fp8 import Fp8Stream
+from kvlab.codecs.ggml import GgmlStream
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.isotropic import IsotropicStream
@@ -21,9 +22,11 @@ from kvlab.codecs.kvquant import KvQuantStream
 from kvlab.codecs.nf4 import Nf4Stream
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.oscar import OscarStream
+from kvlab.codecs.quantized_cache import QuantizedCacheStream
 from kvlab.codecs.registry import build, fit_class
 from kvlab.codecs.shared import whitening
 from kvlab.codecs.turboquant import TurboQuantStream
+from kvlab.codecs.vllm_types import VllmStream
 from kvlab.core.settings import IdentityStream
 
 BLOCK = 32
@@ -45,7 +48,12 @@ RECIPES = {
     "nf4": lambda bits: Nf4Stream(group=16, block_size=BLOCK),
     "d4": lambda bits: D4Stream(bits=bits, block_size=BLOCK),
     "e8": lambda bits: E8Stream(bits=bits, block_size=BLOCK),
+    "ggml": lambda bits: GgmlStream(type="q8_0" if bits > 4 else "q4_0", block_size=BLOCK),
     "turboquant": lambda bits: TurboQuantStream(bits=bits, block_size=BLOCK),
+    "vllm_types": lambda bits: VllmStream(format=f"int{8 if bits > 4 else 4}_per_token_head", block_size=BLOCK),
+    "quantized_cache": lambda bits: QuantizedCacheStream(
+        backend="hqq", bits=8 if bits > 4 else 4, dtype="float32", block_size=BLOCK
+    ),
     "kvquant": lambda bits: KvQuantStream(bits=bits, axis="channel", block_size=BLOCK),
     "kvquant-token": lambda bits: KvQuantStream(bits=bits, axis="token", block_size=BLOCK),
 }

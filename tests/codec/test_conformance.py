@@ -23,8 +23,9 @@ STORING = pytest.mark.parametrize("name, condition", storing())
 # zero is not their zero, and what lies far outside of the calibrated range is cut off
 CALIBRATED = {"klt", "kvquant"}
 UNSIGNED = {"turboquant"}  # Walsh-Hadamard without signs brings a constant into one coordinate, which is cut off
-ONE_RATE = {"cast"} | {name for name, made in RECIPES.items() if made(2) == made(6)}  # whatever is asked
-TOGETHER = {"block", "kivi", "fp8"}  # a token's code depends on the others of its block
+STEPPED = {"cast", "ggml", "vllm_types", "quantized_cache"}  # has two rates here, whatever is asked
+ONE_RATE = STEPPED | {name for name, made in RECIPES.items() if made(2) == made(6)}
+TOGETHER = {"block", "kivi", "fp8", "quantized_cache"}  # a token's code depends on the others of its block
 
 
 def same(one, other) -> bool:

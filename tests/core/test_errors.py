@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import pickle
 import re
 from pathlib import Path
@@ -15,13 +16,18 @@ from refusals import refused
 
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\.[a-z0-9]+(-[a-z0-9]+)*)*")
-TREES = [ast.parse(path.read_text()) for top in ("src", "validation") for path in sorted((ROOT / top).rglob("*.py"))]
+
+
+@functools.cache
+def trees() -> list[ast.Module]:
+    """The syntax trees of all sources; not made on import, which every process does."""
+    return [ast.parse(path.read_text()) for top in ("src", "validation") for path in sorted((ROOT / top).rglob("*.py"))]
 
 
 def class_codes() -> dict[str, set[str]]:
     """The codes of error classes, by the class's name."""
     found: dict[str, set[str]] = {}
-    for tree in TREES:
+    for tree in trees():
         for node in ast.walk(tree):
             match node:
                 case ast.ClassDef(name=name, body=body):
@@ -36,7 +42,7 @@ def raised_codes() -> set[tuple[str, str]]:
     """Class and code of everything that is made with a code of its own."""
     return {
         (getattr(node.func, "id", getattr(node.func, "attr", "")), keyword.value.value)
-        for tree in TREES
+        for tree in trees()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         for keyword in node.keywords

@@ -200,7 +200,7 @@ def test_one_that_reads_it_is_what_snapshots_are_held_against(engine):
 # ------------------------------------------------------------------------------ two engines of vLLM in one process
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.engine
 @AVX512
 def test_it_stays_right_beside_a_second_vllm_with_another_cache(tiny_model, root):

@@ -41,14 +41,14 @@ def whole(vllm_engine):
     return user.answers(vllm_engine)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_logits_are_those_of_one_process(split, whole):
     for name in ("plain", "pre_rope", "post_rope", "again"):
         torch.testing.assert_close(split[0][name], whole[name], atol=2e-5, rtol=0)
     assert (whole["pre_rope"] - whole["plain"]).abs().max() > 0.1  # the tap has an effect to be missed
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_tap_sees_all_heads_in_their_order(split, whole):
     assert split[0].keys() == whole.keys()
     assert split[0]["k0"].shape == (2, 96, 32) and split[0]["q0"].shape == (4, 96, 32)
@@ -57,7 +57,7 @@ def test_the_tap_sees_all_heads_in_their_order(split, whole):
         torch.testing.assert_close(split[0][f"{part}2"], whole[f"{part}2"], atol=2e-5, rtol=0)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_lost_process_ends_the_other_with_one_line(split):
     assert split[1].returncode == 1
     errors = [line for line in split[1].stderr.splitlines() if line.startswith("error: ")]

@@ -237,7 +237,7 @@ def test_the_digest_of_the_code_is_of_code_that_is_there(root):
 # --------------------------------------------------------------------------------------- vLLM
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_vllm_answers_with_the_recipe_inside_it(here, root):
     lines = [asked(task, engine="vllm") for task in ("toy_written", "toy_chosen")]

@@ -16,6 +16,7 @@ from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, NEEDLE
 from kvlab_pipeline.studies.mechanisms.records import (
     SCORES,
     EvalRun,
+    LengthCounts,
     MechanismRow,
     MechanismsRecord,
     Missing,
@@ -24,7 +25,7 @@ from kvlab_pipeline.studies.mechanisms.records import (
 
 WINDOWS, NEEDLES, CONTEXT = 128, 400, 512
 WINDOW = CONTEXT + 128  # tokens
-VALUES = 2 * 6 * 64 * CONTEXT  # of one item
+VALUES = 2 * 6 * 64 * CONTEXT  # of one context
 PLAIN = {"kv_cache_dtype": "bfloat16", "cache_class": "DynamicCache"}
 SCORED = {FIDELITY: WINDOWS, NEEDLE: NEEDLES}
 
@@ -72,18 +73,32 @@ SEEN = Testimony(
 """What a witness would say of a codec."""
 
 
+def run_of(name, context=None, version="1", **counted) -> EvalRun:
+    """What an eval of items of one length counted."""
+    return EvalRun.of((LengthCounts(**counted),), quality_eval_id=name, version=version, context=context)
+
+
+def recounted(run: EvalRun, **counts) -> EvalRun:
+    """The same of an eval whose items are of one length, with other counts."""
+    (one,) = run.lengths
+    told = one.model_dump() | counts
+    return run_of(run.quality_eval_id, run.context, run.version, **told)
+
+
 def row(label, mechanism, variant, bits=None, stored=16.0, fires=0, drift=1.0, **changed) -> MechanismRow:
     """A variant that stores so many bits per value; over the needles `drift` times as many."""
-    counted = {name: round(stored * items * VALUES / 8) for name, items in SCORED.items()}
+    tokens = CONTEXT if changed.get("span", "context") == "context" else WINDOW
+    values = VALUES // CONTEXT * tokens
+    counted = {name: round(stored * items * values / 8) for name, items in SCORED.items()}
     runs = tuple(
-        EvalRun(
-            quality_eval_id=name,
-            version="1",
+        run_of(
+            name,
+            tokens=tokens,
             items=items,
             fires=fires * items,
             expected_fires=fires * items,
             kv_bytes=round(counted[name] * (drift if name == NEEDLE else 1)),
-            kv_values=items * VALUES,
+            kv_values=items * values,
         )
         for name, items in SCORED.items()
     )

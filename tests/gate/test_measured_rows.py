@@ -17,9 +17,11 @@ from gate.planted_records import (
     OWN,
     PAGED,
     PLAIN_POOL,
+    VALUES,
     WINDOWS,
     plant,
     record,
+    recounted,
     row,
     scores,
     table,
@@ -179,6 +181,26 @@ def test_coded_pages_earn_support_by_the_engines_own_account(tmp_path):
     assert made["capacity_tokens"] == PAGED.pool.capacity_tokens == 60 * 128
 
 
+SPARSE = "block_sparse:block=16,top_k=6,window=64"
+
+
+def reading_less():
+    """Attention that reads a quarter of a whole pass, K and V stored as they are; counted are the contexts."""
+    made = row(SPARSE, "compressed_attention", "block_sparse", scope="attention", pattern=SPARSE, canary_kl=2.0)
+    runs = tuple(recounted(run, read_bytes=run.kv_bytes // 4) for run in made.evals)
+    more = {"evals": runs, "read_bytes": runs[0].read_bytes, "protocol": "in_forward"}
+    return made.model_copy(update=more)
+
+
+@pytest.mark.parametrize("other", [VLLM.model_copy(update={"protocol": "in_forward"}), reading_less()])
+def test_what_stores_all_as_the_engine_does_may_count_contexts_in_the_forward(tmp_path, other):
+    """vLLM's own cache as it is, and attention by a pattern: nothing of theirs is stored otherwise."""
+    given, quality = (VLLM, other) if other.pattern else (other,), {SPARSE: {"kl": 0.002, "disagreeing": 0.01}}
+    (tmp_path / "rows.json").write_text(json.dumps(rows(*given, engine="vllm", quality=quality)))
+    found = claims(read_rows(tmp_path / "rows.json"), Context(REGISTRY))
+    assert {claim.earned for claim in found.values()} == {"supported"}, [c.findings for c in found.values()]
+
+
 def test_capacity_is_told_beside_the_engines_own(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(rows(VLLM, PAGED, GOOD, engine="vllm")))
     _, summary = judged(read_rows(tmp_path / "rows.json"), Context(REGISTRY))
@@ -216,7 +238,7 @@ EXACT = PAGED.pool.block_bytes  # as many bytes as a page takes
 def keeping(exact: int = EXACT, counted: int = EXACT, memory: int | None = None, requests: int = 1):
     """Coded pages beside which `exact` bytes of each window are read exact, of which `counted` were counted."""
     own, pool = PAGED.evals, PAGED.pool
-    runs = tuple(run.model_copy(update={"kv_bytes": run.kv_bytes + run.items * counted}) for run in own)
+    runs = tuple(recounted(run, kv_bytes=run.kv_bytes + run.items * counted) for run in own)
     blocks = ((pool.cache_memory_bytes if memory is None else memory) - exact) // pool.block_bytes
     more = {"exact_bytes": exact, "exact_requests": requests, "cache_blocks": blocks}
     return PAGED.model_copy(update={"evals": runs, "kv_bytes": runs[0].kv_bytes, "pool": pool.model_copy(update=more)})
@@ -506,7 +528,8 @@ def lost_needles(scores):
 def asked_fewer(record):
     """The record says that sixty needles less were asked."""
     runs = tuple(
-        run.model_copy(update={"items": NEEDLES - 60}) if run.quality_eval_id == NEEDLE else run for run in GOOD.evals
+        recounted(run, items=NEEDLES - 60, kv_values=(NEEDLES - 60) * VALUES) if run.quality_eval_id == NEEDLE else run
+        for run in GOOD.evals
     )
     return record.model_copy(update={"rows": (BASE, GOOD.model_copy(update={"evals": runs}))})
 
@@ -566,7 +589,7 @@ def test_windows_and_needles_say_how_many_they_are(tmp_path):
 
 def half(row):
     """The same row in half of its bytes, in every eval."""
-    runs = tuple(run.model_copy(update={"kv_bytes": run.kv_bytes // 2}) for run in row.evals)
+    runs = tuple(recounted(run, kv_bytes=run.kv_bytes // 2) for run in row.evals)
     return row.model_copy(update={"kv_bytes": row.kv_bytes // 2, "evals": runs})
 
 

@@ -13,6 +13,7 @@ from kvlab.gate.reasons import EVIDENCE_REASONS
 from kvlab.gate.registry.faults import NATIVE_DTYPES
 from kvlab.gate.rules import CRITERIA, FALSEHOODS, WAIVABLE, Context
 from kvlab_pipeline.gate_page.audit.mutations import valid_case
+from kvlab_pipeline.gate_page.audit.passing_case import VALUES
 
 BY_NAME = {criterion.name: criterion for criterion in CRITERIA}
 
@@ -226,9 +227,9 @@ def test_a_band_named_by_its_length_holds_it(tokens):
 
 
 def test_a_cache_that_grew_is_no_support():
-    given = row("class", kv_bytes=3 * 2**20, evidence=False, support_status="gated", quality_eval_status=None)
+    given = row("class", kv_bytes=3 * VALUES, evidence=False, support_status="gated", quality_eval_status=None)
     assert "nothing_saved" in claim(given).codes
-    typed = claim(row("class", kv_bytes=3 * 2**20))
+    typed = claim(row("class", kv_bytes=3 * VALUES))
     assert typed.earned == "unsupported" and typed.codes == {"nothing_saved", "quantity_other"}
 
 

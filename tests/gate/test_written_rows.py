@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from gate.planted_records import BASE, GOOD, VALUES, plant, record, table
+from gate.planted_records import BASE, CONTEXT, GOOD, VALUES, plant, record, run_of, table
 from kvlab.core.errors import NonFinite, StorageError
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
@@ -22,7 +22,7 @@ from kvlab_pipeline.gate_page.page import page
 from kvlab_pipeline.gate_page.summary import judged
 from kvlab_pipeline.gate_page.written_table import written_table
 from kvlab_pipeline.studies.mechanisms.plan import GREEDY
-from kvlab_pipeline.studies.mechanisms.records import SCORES, EvalRun, write_mechanisms
+from kvlab_pipeline.studies.mechanisms.records import SCORES, write_mechanisms
 from refusals import refused
 
 REGISTRY = registry.load()
@@ -32,11 +32,12 @@ TASK, METRIC = "ruler_niah_multikey", "niah_multikey"
 
 def with_written(row):
     """A row that was asked a task and greedy decoding too."""
-    told = {"version": "1", "kv_values": VALUES, "kv_bytes": row.kv_bytes * VALUES // row.kv_values}
-    runs = [
-        EvalRun(quality_eval_id=name, items=items, context=own, fires=row.fires, expected_fires=row.fires, **told)
-        for name, items, own in ((TASK, ITEMS, LONGEST), (GREEDY, WINDOWS, None))
-    ]
+    runs = []
+    for name, items, own in ((TASK, ITEMS, LONGEST), (GREEDY, WINDOWS, None)):
+        tokens, fires = own or CONTEXT, row.fires * items
+        values = VALUES // CONTEXT * tokens * items
+        held = {"kv_values": values, "kv_bytes": row.kv_bytes * values // row.kv_values}
+        runs.append(run_of(name, own, tokens=tokens, items=items, fires=fires, expected_fires=fires, **held))
     return row.model_copy(update={"evals": (*row.evals, *runs)})
 
 

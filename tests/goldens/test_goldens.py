@@ -6,11 +6,8 @@ import pytest
 
 from goldens import made
 
-SLOW = {"mutations"}  # judges some two hundred cases
-NAMES = [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in made.GOLDENS]
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", made.GOLDENS)
 def test_what_the_code_makes_is_what_was_written_before_the_rebuilding(name):
     found, kept = made.GOLDENS[name](), made.kept(name)
     if isinstance(kept, dict):

@@ -168,7 +168,7 @@ def test_another_calibration_model_or_text_is_refused(coder, window):
 
 
 def test_damaged_files_are_refused(coder):
-    """10,000 in the second tier: bytes changed, cut out, doubled, moved."""
+    """10,000 in the third tier: bytes changed, cut out, doubled, moved."""
     data, make = coder.stored, random.Random(0)
     for _ in range(number(10_000)):
         changed = bytearray(data)

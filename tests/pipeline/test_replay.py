@@ -5,16 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
-from typing import NamedTuple
 
 import polars as pl
 import pytest
-import yaml
 
-import tiny
 from cli.test_cli import run as typed
-from kvlab.calibration.components import fit_components
-from kvlab.calibration.sigma import fit_sigma
+from kvlab.core.code import digest_of
 from kvlab.core.recipe import canonical
 from kvlab.core.records import read_json, write_json
 from kvlab.gate import registry
@@ -22,113 +18,34 @@ from kvlab.gate.catalogue.rows import read_rows
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.check import check
 from kvlab.gate.evidence import parse
-from kvlab.gate.registry.reading import SHIPPED
+from kvlab.gate.render import to_json, to_markdown
 from kvlab.gate.rules import Context
-from kvlab.text import corpus, needles, ruler
-from kvlab_pipeline.gate_page import measured_rows
+from kvlab.output.markdown import render
+from kvlab_pipeline.gate_page.page import TEMPLATE, page
 from kvlab_pipeline.gate_page.summary import judged
 from kvlab_pipeline.jobs.measure import Lab
-from kvlab_pipeline.replay import ReplayPart, Workspace
-from kvlab_pipeline.studies.mechanisms.measure import longest, mechanisms
-from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, NEEDLE
-from kvlab_pipeline.studies.mechanisms.records import read_mechanisms, write_mechanisms
+from kvlab_pipeline.replay import ReplayPart
+from kvlab_pipeline.studies.mechanisms.measure import longest
+from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, NEEDLE, modules
+from kvlab_pipeline.studies.mechanisms.records import EvalRun, read_mechanisms, write_mechanisms
+from pipeline.replayed import SLUG, lenient, workspace
 
 LABEL, SERVED, LOSSY = "klt 2 snapshot", "klt 2 served", "int 2 snapshot"
 WINDOWS = 72  # enough to certify a row among those that are tried here
-SLUG = "tiny"
-
-
-class Made(NamedTuple):
-    """A workspace of a tiny model, and what its rows are judged against: margins that a random model meets."""
-
-    params: object
-    root: object
-    context: Context
-
-    @property
-    def record(self):
-        return self.root / "results/mechanisms" / SLUG / "hf"
-
-    @property
-    def rows(self):
-        return self.root / "rows.json"
-
-    def written(self, root=None):
-        """Rows of the record as it is now."""
-        root = root or self.root
-        calib = root / "calib"
-        texts = calib / "corpus" / SLUG / "windows.json", calib / "needles" / SLUG / "needles.json"
-        measured_rows.write([self.record], *texts, "c0de", "supported", self.rows, self.root / "now.json")
-        return read_rows(self.rows)
-
-    def replayer(self, items=1):
-        return Workspace({SLUG: self.params}, items, self.root)
-
-    def claims(self, rows, items=1, replayer=...):
-        """Claims by `row_id`."""
-        replayer = self.replayer(items) if replayer is ... else replayer
-        report = check(rows, self.context, replayer=replayer)
-        return {claim.row["row_id"].partition("hf/")[2]: claim for claim in report.claims}
-
-    def of(self, label):
-        return label.replace(" ", "-")
 
 
 @pytest.fixture(scope="module")
 def evals(tmp_path_factory):
-    """The shipped evals with margins and bands that a random model of short contexts meets."""
-    wide = yaml.safe_load((SHIPPED / "evals.yaml").read_text())
-    for one in wide["evals"]:
-        if one["harness"] == "kvlab":
-            one["band"] = [1, 32768]
-            for metric in one["metrics"]:
-                metric.update(margin=500.0)
-                metric.pop("floor", None)
-    out = tmp_path_factory.mktemp("evals") / "evals.yaml"
-    out.write_text(yaml.safe_dump(wide))
-    return out
+    """See `lenient`."""
+    return lenient(tmp_path_factory.mktemp("evals") / "evals.yaml")
 
 
 @pytest.fixture(scope="module")
 def origin(tiny_params, evals, tmp_path_factory):
     """The workspace, made once."""
-    from kvlab.calibration.asked import write_asked
-    from kvlab.calibration.capture import capture
-
-    root = tmp_path_factory.mktemp("workspace")
-    text = tiny.write_text(root / "text.txt", count=700)
-    changed = {
-        "model": tiny_params.model.model_copy(update={"slug": SLUG}),
-        "engines": ("hf",),
-        "corpus": tiny_params.corpus.model_copy(update={"source": str(text)}),
-        "windows": tiny_params.windows.model_copy(update={"test": WINDOWS}),
-        "mechanisms": tiny_params.mechanisms.model_copy(
-            update={
-                "protocols": ("snapshot",),
-                "codecs": ("klt", "int"),
-                "caches": ("klt",),
-                "kept": ("attention:percent=25",),
-                "bits": (2,),
-                "greedy": 0,
-            }
-        ),
-    }
-    params = tiny_params.model_copy(update=changed)
-    calib = root / "calib"
-    windows, found = calib / "corpus" / SLUG / "windows.safetensors", calib / "needles" / SLUG / "needles.parquet"
-    corpus.build(params, windows)
-    needles.build(params, found)
-    ruler.build(params, found.with_name("ruler.parquet"))
-    paths = {name: calib / name / SLUG / "hf.safetensors" for name in ("capture", "sigma", "components")}
-    write_asked([], calib / "asked.json")
-    capture(params, "hf", windows, paths["capture"], calib / "asked.json")
-    fit_sigma(params, paths["capture"], paths["sigma"])
-    fit_components(params, paths["capture"], paths["sigma"], paths["components"])
-    made = Made(params, root, Context(registry.load(None, evals)))
-    fitted = made.replayer()._fitted(params)
-    mechanisms(params, "hf", windows, found, fitted, "c0de", made.record)
-    made.written()
-    return made
+    asked = {"protocols": ("snapshot",), "codecs": ("klt", "int"), "caches": ("klt",)}
+    asked |= {"kept": ("attention:percent=25",), "bits": (2,), "greedy": 0}
+    return workspace(tmp_path_factory.mktemp("workspace"), tiny_params, ("hf",), WINDOWS, evals, **asked)
 
 
 @pytest.fixture
@@ -162,6 +79,24 @@ def test_a_page_names_what_is_certified_and_what_was_not_measured_again(origin):
         _, summary = judged(rows, origin.context, replayer=replayer)
         assert {answer.word for answer in summary.answers} == {word}
         assert {line.why for line in summary.rows if line.earned == "supported"} == {"" if replayer else word}
+
+
+def test_a_replayed_row_names_the_code_that_measured_and_the_code_that_measured_again(origin):
+    """Two codes of one digest are one; another is said to be another, however equal what it found."""
+    report, now = check(read_rows(origin.rows), origin.context, replayer=origin.replayer()), code_now(origin.params)
+    replayed = [claim.replay for claim in report.claims if claim.replay]
+    assert replayed and {(one.measured_by, one.code) for one in replayed} == {("c0de", now)}
+    assert {one.codes for one in replayed} == {("c0de", f"another, {now[:12]}")}
+    told = {one["row"]["row_id"]: one["replay"] for one in json.loads(to_json(report))["claims"] if one["replay"]}
+    assert {(one["measured_by"], one["code"]) for one in told.values()} == {("c0de", now)}
+    assert f"| c0de | another, {now[:12]} |" in to_markdown(report)
+    assert replayed[0].model_copy(update={"measured_by": now}).codes == (now[:12], "the same")
+    _, summary = judged(read_rows(origin.rows), origin.context, replayer=origin.replayer())
+    assert f"| c0de | another, {now[:12]} |" in render(TEMPLATE, **page(summary), reasons="why.md", disclosures={})
+
+
+def code_now(params):
+    return digest_of(*modules(params))
 
 
 def test_where_nothing_would_be_certified_nothing_is_measured(origin):
@@ -287,9 +222,16 @@ def baselines(table):
     return table.with_columns(**{side: pl.when(found).then(1.0).otherwise(side) for side in ("variant", "baseline")})
 
 
+def told_again(run, lengths):
+    """An eval with other lengths; the rest are their sums."""
+    return EvalRun.of(lengths, **run.model_dump(include={"quality_eval_id", "version", "context"}))
+
+
 def runs(change):
     def changed(row):
-        evals = tuple(run.model_copy(update=change(run)) for run in row.evals)
+        evals = tuple(
+            told_again(run, tuple(one.model_copy(update=change(one)) for one in run.lengths)) for run in row.evals
+        )
         counted = {name: getattr(evals[0], name) for name in ("fires", "expected_fires", "kv_bytes")}
         return row.model_copy(update=counted | {"evals": evals})
 
@@ -335,6 +277,34 @@ HEADERS = {
     "documents": lambda record: {"documents": tuple(range(WINDOWS))},
     "variants": lambda record: {"rows": tuple(one for one in record.rows if one.label in (LABEL, "baseline"))},
 }
+
+
+def lent(one, two):
+    """Bytes of the items of one length said to be of those of another, so that sum and mean stay."""
+    return [each.model_copy(update={"kv_bytes": each.kv_bytes + add}) for each, add in ((one, -8), (two, 8))]
+
+
+def renumbered(one, two):
+    """An item said to be of another length, and its values with it."""
+    fewer, more = (each.kv_values // each.items for each in (one, two))
+    return [
+        one.model_copy(update={"items": one.items - 1, "kv_values": one.kv_values - fewer}),
+        two.model_copy(update={"items": two.items + 1, "kv_values": two.kv_values + more}),
+    ]
+
+
+@pytest.mark.parametrize(("change", "field"), [(lent, "kv_bytes"), (renumbered, "lengths")])
+def test_items_of_unlike_length_are_held_to_their_own_length_and_not_to_their_mean(made, change, field):
+    record, scores = read_mechanisms(made.record)
+    row = next(one for one in record.rows if one.label == SERVED)
+    needle = next(run for run in row.evals if run.quality_eval_id == NEEDLE)
+    one, two, *others = sorted(needle.lengths, key=lambda part: -part.items)
+    spoilt = told_again(needle, (*change(one, two), *others))
+    forged = row.model_copy(update={"evals": tuple(spoilt if run is needle else run for run in row.evals)})
+    rows = tuple(forged if one is row else one for one in record.rows)
+    write_mechanisms(made.record, record.model_copy(update={"rows": rows}), scores)
+    claim = made.claims(made.written(), items=needle.items)[made.of(SERVED)]
+    assert {reason.field for reason in claim.replay.differs} >= {f"{field} of {NEEDLE}"} and not claim.certified
 
 
 @pytest.mark.parametrize("what", HEADERS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -143,3 +145,65 @@ def test_the_records_are_written_and_read_under_the_same_names(closure, monkeypa
     assert set(written) == {f"{name}.txt" for name in names}
     assert [line.split()[1] for line in written["pkg.top.txt"].splitlines()] == list(closure.files("pkg.top"))
     assert closure.record(closure.record_of("pkg.gone")) is None
+
+
+@pytest.fixture
+def kept(closure, monkeypatch, tmp_path):
+    """The file of kept sources, and a function that gives the digest of pkg.top as a new process finds it."""
+    place = tmp_path / ".kvlab/sources.json"
+    monkeypatch.setenv(closure.code.KEPT, str(place))
+
+    def anew() -> str:
+        closure.forget()
+        closure.code._READ.clear()
+        closure.code._kept.cache_clear()
+        digest = closure.Code("pkg.top")
+        closure.code.keep()
+        return digest
+
+    anew()
+    yield place, anew
+    closure.code._READ.clear()
+    closure.code._kept.cache_clear()
+
+
+def test_a_kept_source_is_not_parsed_again(closure, kept, monkeypatch):
+    place, anew = kept
+    digest, written = anew(), place.stat().st_mtime_ns
+    monkeypatch.setattr(closure.code.ast, "parse", None)
+    assert anew() == digest and place.stat().st_mtime_ns == written
+
+
+def test_an_edit_of_the_same_time_and_size_is_seen(kept):
+    _, anew = kept
+    path = Path("src/pkg/sub/deep.py")
+    times = path.stat()
+    digest = anew()
+    path.write_text("thing = 2\n")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_size == times.st_size and anew() != digest
+
+
+def sources(text: str, said: list) -> dict:
+    """Kept sources that all say the same."""
+    found = json.loads(text)
+    return found | {"sources": dict.fromkeys(found["sources"], said)}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: sources(text, ["0", []]) | {"made_by": "another Python"},
+        lambda text: [],
+        lambda text: sources(text, []),
+    ],
+    ids=["half", "other maker", "other shape", "empty sources"],
+)
+def test_what_is_no_file_of_kept_sources_is_made_anew(kept, spoil):
+    place, anew = kept
+    digest, whole = anew(), place.read_text()
+    spoilt = spoil(whole)
+    place.write_text(spoilt if isinstance(spoilt, str) else json.dumps(spoilt))
+    assert anew() == digest
+    assert place.read_text() == whole

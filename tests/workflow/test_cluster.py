@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytestmark = pytest.mark.full
-
 ROOT = Path(__file__).resolve().parents[2]
 SNAKEMAKE = [sys.executable, "-m", "snakemake"]
 ASKED = [sys.executable, ROOT / "workflow/scripts/asked.py"]
@@ -72,6 +70,7 @@ def planned(output: str) -> Counter:
     return Counter({name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)})
 
 
+@pytest.mark.full
 def test_on_slurm_every_job_is_planned_with_memory_and_time(run, asked):
     here = run(*SNAKEMAKE, "-n", REPORT)
     jobs = asked(*SLURM, REPORT)
@@ -80,6 +79,7 @@ def test_on_slurm_every_job_is_planned_with_memory_and_time(run, asked):
     assert not any(job["gpu"] for job in jobs)
 
 
+@pytest.mark.nightly
 def test_where_nodes_have_gpus_engines_ask_for_one_per_part_of_their_model(asked):
     jobs = asked(*SLURM, REPORT, KVLAB_GPUS="1")
     counts = {(job["rule"], job["gpu"]) for job in jobs}
@@ -88,12 +88,14 @@ def test_where_nodes_have_gpus_engines_ask_for_one_per_part_of_their_model(asked
     assert {gpus for rule, gpus in counts if rule in MEASURING} == {2}  # a part of vLLM's model on each
 
 
+@pytest.mark.nightly
 def test_memory_and_time_can_be_overridden(asked):
     changes = ["corpus_model:mem_mb=64000", "corpus_model:runtime=1440"]
     (corpus,) = asked(*SLURM, "--set-resources", *changes, "--", "corpus")
     assert (corpus["mem_mb"], corpus["runtime"]) == (64000, 1440)
 
 
+@pytest.mark.nightly
 def test_an_unknown_answer_about_gpus_is_one_line(run):
     refused = run(*SNAKEMAKE, "-n", REPORT, KVLAB_GPUS="yes")
     lines = [line for line in refused.stderr.splitlines() if "profile" not in line]
@@ -101,11 +103,13 @@ def test_an_unknown_answer_about_gpus_is_one_line(run):
     assert lines == ["error: KVLAB_GPUS is 'yes'; allowed: 0, 1"]
 
 
+@pytest.mark.nightly
 def test_a_plan_that_there_is_not_is_no_empty_table(run):
     refused = run(*ASKED, "results/nosuch.md")
     assert refused.returncode == 1 and "nosuch" in refused.stderr and not refused.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["slurm", "kubernetes"])
 def test_the_default_profile_takes_nothing_away_from_a_cluster(name):
     """It wins key by key, so a key of both would be lost; and its limits are for one machine."""
@@ -114,6 +118,7 @@ def test_the_default_profile_takes_nothing_away_from_a_cluster(name):
     assert {f"{resource}=local" for resource in default["resources"]} == set(cluster["set-resource-scopes"])
 
 
+@pytest.mark.nightly
 def test_dvc_reaches_the_profile_through_the_environment(run):
     through = run(*SNAKEMAKE, "-n", "corpus", SNAKEMAKE_PROFILE=SLURM[1])
     assert through.returncode == 0, through.stderr
@@ -146,6 +151,7 @@ def names_in(client) -> set[str]:
     return {entry["Key"] for page in pages for entry in page["Contents"]}
 
 
+@pytest.mark.nightly
 def test_on_kubernetes_every_job_is_planned_and_the_bucket_stays_as_it_was(run, bucket):
     client, storage = bucket
     before = names_in(client)
@@ -201,6 +207,7 @@ def kubernetes(tmp_path):
     server.shutdown()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("gpus", "limit"), [("0", None), ("1", "1")])
 def test_kubernetes_is_asked_for_what_the_rule_asks(run, bucket, kubernetes, workspace, gpus, limit):
     """The corpus job stands for those without a GPU; made into an engine's, it asks for what such a job would."""

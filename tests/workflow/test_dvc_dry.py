@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full
-
 SCRIPT = Path(__file__).resolve().parents[2] / "workflow" / "scripts" / "dvc_dry.py"
 STAGES = """\
 stages:
@@ -68,18 +66,21 @@ def clone(made, tmp_path) -> Path:
     return tmp_path / "clone"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", [("repro",), ("exp", "run", "-S", "bits=4")])
 def test_a_fresh_clone_names_every_stage_and_makes_nothing(clone, command):
     assert dry(clone, *command) == ["first", "second", "third"]
     assert not (clone / "out/first").exists() and run(clone, "git", "status", "--short") == ""
 
 
+@pytest.mark.full
 def test_beside_results_it_names_what_changed_and_what_comes_after(made):
     assert dry(made, "repro") == []
     assert dry(made, "exp", "run", "--allow-missing", "-S", "bits=4") == ["second", "third"]
     assert (made / "params.yaml").read_text() == "bits: 3\n" and run(made, "git", "status", "--short") == ""
 
 
+@pytest.mark.nightly
 def test_models_that_params_yaml_does_not_have_are_named_with_what_to_run(clone):
     """As after `kvlab init` in a checkout: DVC's own words name a place of dvc.yaml."""
     stages = (clone / "dvc.yaml").read_text()

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full
-
 ROOT = Path(__file__).resolve().parents[2]
 HANDOVER = ROOT / "workflow" / "scripts" / "handover.py"
 BIN = Path(sys.executable).parent
@@ -207,6 +205,7 @@ def recorded(first_recorded, tmp_path) -> Place:
     return copied(first_recorded, tmp_path / "place")
 
 
+@pytest.mark.full
 def test_what_snakemake_made_is_a_result_of_dvc(made):
     assert made.handover("adopt") == {"fit": "recorded", "draw": "recorded"}
     made.run("dvc", "repro")
@@ -220,6 +219,7 @@ def test_what_snakemake_made_is_a_result_of_dvc(made):
     assert made.known()["dvc.lock"] == lock
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("maker", ["snakemake", "dvc"])
 def test_a_comment_is_recorded_without_a_job(made, maker):
     if maker == "snakemake":
@@ -235,6 +235,7 @@ def test_a_comment_is_recorded_without_a_job(made, maker):
     assert made.jobs() == [] and made.dvc_clean()
 
 
+@pytest.mark.nightly
 def test_the_repository_keeps_copies():
     config = configparser.ConfigParser()
     config.read(ROOT / ".dvc" / "config")
@@ -323,6 +324,7 @@ def plan_of_first_made(first_made, handover):
         return list(stages.values()), stages, handover.dvc_status(), handover.plan(stages.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SPOILT)
 def test_what_snakemake_did_not_make_is_not_recorded(
     handover, job_records, plan_of_first_made, made, name, monkeypatch
@@ -338,6 +340,7 @@ def test_what_snakemake_did_not_make_is_not_recorded(
     assert what in str(refusal.value) and mend in str(refusal.value)
 
 
+@pytest.mark.nightly
 def test_what_config_made_is_not_recorded(recorded):
     recorded.run("snakemake", "-q", "all", "--config", "bits=3")
     line = recorded.refused("adopt")
@@ -353,6 +356,7 @@ def test_what_config_made_is_not_recorded(recorded):
     assert recorded.jobs() == ["hf", "vllm"]
 
 
+@pytest.mark.nightly
 def test_what_dvc_restored_under_other_parameters_is_not_recorded(recorded):
     recorded.edit("params.yaml", "plain", "fancy")
     recorded.run("snakemake", "-q", "all")
@@ -362,6 +366,7 @@ def test_what_dvc_restored_under_other_parameters_is_not_recorded(recorded):
     assert CHANGED in recorded.refused("adopt")
 
 
+@pytest.mark.full
 def test_a_stage_is_recorded_whole_and_stale_ones_are_left(recorded):
     recorded.edit("params.yaml", "bits: 4", "bits: 5")
     recorded.run("snakemake", "-q", "all", "--", "calib/fit/hf.txt")
@@ -372,6 +377,7 @@ def test_a_stage_is_recorded_whole_and_stale_ones_are_left(recorded):
     assert "draw: Snakemake would make results/draw.txt again" in recorded.refused("adopt", "draw")
 
 
+@pytest.mark.nightly
 def test_a_stage_is_recorded_after_what_it_reads(handover, both_tools):
     fit, draw = both_tools.Stage("fit", ("calib/fit",), ()), both_tools.Stage("draw", ("results/draw.txt",), ("fit",))
     changed = {"fit": {}, "draw": {}}
@@ -381,6 +387,7 @@ def test_a_stage_is_recorded_after_what_it_reads(handover, both_tools):
         handover.check_upstream(draw, [draw], changed)
 
 
+@pytest.mark.nightly
 def test_what_dvc_restored_is_to_be_made_known_first(handover, both_tools):
     fit, draw = both_tools.Stage("fit", ("calib/fit",), ()), both_tools.Stage("draw", ("results/draw.txt",), ("fit",))
     made = [both_tools.Made("results/draw.txt", "draw_all", "ok", True)]
@@ -391,12 +398,14 @@ def test_what_dvc_restored_is_to_be_made_known_first(handover, both_tools):
         handover.check_done(draw, [draw], made, [fit])
 
 
+@pytest.mark.nightly
 def test_what_was_never_made_is_left(made):
     (made / "results/draw.txt").unlink()
     (made / "calib/fit/.hf.txt.4711.tmp").write_text("")  # of a killed writer; DVC does not see it
     assert made.handover("adopt") == {"fit": "recorded", "draw": "left: not made"}
 
 
+@pytest.mark.nightly
 def test_what_a_clone_makes_again_is_recorded_although_it_is_what_dvc_lock_says(recorded):
     shutil.rmtree(recorded / ".dvc/cache")
     assert not recorded.dvc_clean()  # the files are there and right, and the cache lacks them
@@ -404,6 +413,7 @@ def test_what_a_clone_makes_again_is_recorded_although_it_is_what_dvc_lock_says(
     assert recorded.dvc_clean() and recorded.jobs() == []
 
 
+@pytest.mark.nightly
 def test_nothing_is_recorded_while_another_run_reads_it(made):
     user = {"pid": os.getpid(), "cmd": "snakemake"}
     (made / ".dvc/tmp/rwlock").write_text(json.dumps({"write": {}, "read": {str(made / "calib"): [user]}}))
@@ -411,6 +421,7 @@ def test_nothing_is_recorded_while_another_run_reads_it(made):
     assert "is busy" in line and f"(PID {os.getpid()}): snakemake" in line
 
 
+@pytest.mark.nightly
 def test_a_clone_gets_results_that_both_tools_know(recorded, tmp_path):
     recorded.run("dvc", "remote", "add", "--local", "-d", "shelf", tmp_path / "shelf")
     recorded.run("dvc", "push", "-q")
@@ -428,6 +439,7 @@ def test_a_clone_gets_results_that_both_tools_know(recorded, tmp_path):
     assert clone.jobs() == []
 
 
+@pytest.mark.full
 def test_results_come_back_from_the_cache(recorded):
     for folder in ("calib", "results", ".snakemake"):
         shutil.rmtree(recorded / folder)
@@ -435,6 +447,7 @@ def test_results_come_back_from_the_cache(recorded):
     assert recorded.nothing_to_do() and recorded.jobs() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("spoil", "what", "mend"),
     [
@@ -464,6 +477,7 @@ def test_only_what_dvc_vouches_for_is_made_known(recorded, spoil, what, mend):
     assert what in line and mend in line
 
 
+@pytest.mark.nightly
 def test_pull_says_when_snakemake_disagrees_all_the_same(recorded):
     recorded.edit("workflow/rules/draw.smk", "    params:", "    params:\n        now=__import__('time').time(),")
     recorded.run("dvc", "commit", "-f")
@@ -471,6 +485,7 @@ def test_pull_says_when_snakemake_disagrees_all_the_same(recorded):
     assert "Snakemake would still make results/draw.txt" in line and "make sync" in line
 
 
+@pytest.mark.nightly
 def test_an_unknown_stage_and_another_folder_are_refused(made, tmp_path):
     assert made.refused("adopt", "drew") == "error: 'drew' is no stage of dvc.yaml; did you mean 'draw'?"
     (tmp_path / "empty").mkdir()

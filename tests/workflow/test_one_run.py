@@ -19,8 +19,6 @@ import yaml
 
 from kvlab.core import parent_watch
 
-pytestmark = pytest.mark.full
-
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PATIENCE = 90  # seconds, for a machine that is busy with other things
@@ -177,6 +175,7 @@ def lines_with(word, text):
     return [line for line in text.splitlines() if word in line]
 
 
+@pytest.mark.full
 def test_a_second_snakemake_is_refused_in_one_line(place):
     first, _ = place.at_work(SNAKEMAKE)
     code, words = place.type(SNAKEMAKE)
@@ -187,6 +186,7 @@ def test_a_second_snakemake_is_refused_in_one_line(place):
     assert place.finish(first)[0] == 0 and place.made.read_text() == "3"
 
 
+@pytest.mark.full
 def test_dvc_removes_nothing_while_a_snakemake_runs_and_still_answers(place):
     place.write("results/family/other.txt", "kept")
     first, _ = place.at_work(SNAKEMAKE)
@@ -199,6 +199,7 @@ def test_dvc_removes_nothing_while_a_snakemake_runs_and_still_answers(place):
     assert place.type(REPRO)[0] == 0  # it has signed off
 
 
+@pytest.mark.nightly
 def test_snakemake_is_refused_while_dvc_runs(place):
     first, _ = place.at_work(REPRO)
     code, words = place.type(SNAKEMAKE)
@@ -207,6 +208,7 @@ def test_snakemake_is_refused_while_dvc_runs(place):
     assert place.finish(first)[0] == 0 and place.recorded() == 3
 
 
+@pytest.mark.nightly
 def test_snakemake_is_refused_while_dvc_writes_without_one(place):
     busy = f'{{"write": {{"{place.folder}/results/family": {{"pid": {os.getpid()}, "cmd": "dvc commit"}}}}}}'
     place.write(".dvc/tmp/rwlock", busy)
@@ -216,6 +218,7 @@ def test_snakemake_is_refused_while_dvc_writes_without_one(place):
     assert not place.made.exists() and not (place.folder / "started-3").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", [SNAKEMAKE, REPRO])
 def test_after_the_kill_of_all_the_same_command_is_enough(place, command):
     first, job = place.at_work(command)
@@ -230,6 +233,7 @@ def test_after_the_kill_of_all_the_same_command_is_enough(place, command):
     assert place.made.read_text() == "4" and ended(job)
 
 
+@pytest.mark.full
 def test_a_job_of_a_killed_snakemake_ends_and_writes_nothing(place):
     first, job = place.at_work(SNAKEMAKE)
     first.kill()
@@ -240,6 +244,7 @@ def test_a_job_of_a_killed_snakemake_ends_and_writes_nothing(place):
     assert place.finish(second)[0] == 0 and place.made.read_text() == "4"
 
 
+@pytest.mark.nightly
 def test_a_snakemake_ends_with_its_dvc(place):
     first, job = place.at_work(REPRO)
     (snakemake,) = psutil.Process(first.pid).children()
@@ -252,6 +257,7 @@ def test_a_snakemake_ends_with_its_dvc(place):
     assert (place.made.read_text(), place.recorded()) == ("4", 4)
 
 
+@pytest.mark.nightly
 def test_a_snakemake_whose_dvc_is_gone_begins_nothing(place):
     place.write(".dvc/tmp/rwlock", '{"write": {}}')
     code, words = place.type(SNAKEMAKE, DVC_STAGE="made")
@@ -266,7 +272,10 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(
+    "edit",
+    [pytest.param(edit, marks=pytest.mark.full if edit == "job.py" else pytest.mark.nightly) for edit in EDITS],
+)
 def test_what_was_edited_meanwhile_is_not_recorded(place, edit):
     text, named = EDITS[edit]
     first, _ = place.at_work(REPRO)
@@ -279,12 +288,14 @@ def test_what_was_edited_meanwhile_is_not_recorded(place, edit):
     assert place.made.read_text() == str(place.recorded()) == ("4" if edit == "params.yaml" else "3")
 
 
+@pytest.mark.nightly
 def test_what_the_stage_does_not_read_may_be_edited(place):
     first, _ = place.at_work(REPRO)
     place.write("params.yaml", "bits: 3\ntitle: other\n" + MODELS)
     assert place.finish(first)[0] == 0 and place.recorded() == 3
 
 
+@pytest.mark.nightly
 def test_a_record_that_a_kill_cut_short_comes_back_from_the_run_cache(place):
     place.write("go", "")
     assert place.type(REPRO)[0] == 0
@@ -299,6 +310,7 @@ def test_a_record_that_a_kill_cut_short_comes_back_from_the_run_cache(place):
     assert not (place.folder / "started-3").exists()  # nothing was run
 
 
+@pytest.mark.full
 def test_without_dvc_snakemake_runs_alone(place):
     shutil.rmtree(place.folder / ".dvc")
     place.write("go", "")

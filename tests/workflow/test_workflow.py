@@ -112,15 +112,25 @@ def test_the_report_plans_every_job(workspace, params):
     assert written(workspace) == set()
 
 
+# The messages are tests/core/test_params.py's; one of them is enough to see that Snakemake says them.
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"codec": {"blok_size": 64}}, "unknown parameter 'codec.blok_size'; did you mean 'codec.block_size'?"),
-        ({"baseline": {"dtypes": ["bfloat16"]}}, "baseline.dtypes is bfloat16; it must contain 'float32'"),
-        ({"cells": {"klt": {"rung": "klr"}}}, "cells.klt.rung: 'klr' is no rung; allowed: "),
-        (
+        pytest.param(
+            {"baseline": {"dtypes": ["bfloat16"]}},
+            "baseline.dtypes is bfloat16; it must contain 'float32'",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {"cells": {"klt": {"rung": "klr"}}},
+            "cells.klt.rung: 'klr' is no rung; allowed: ",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
             {"cells": {"k-only": {}, "twin": {"stream": "k"}}},
             "cells.k-only and cells.twin are the same cell (hf, in_forward)",
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -157,7 +167,7 @@ def test_every_rule_that_runs_something_is_documented_logged_and_benchmarked(rul
         assert {"code", "cfg"} <= set(rule["params"]), name
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_changed_parameter_reaches_exactly_the_stages_that_name_it(affected, stages):
     assert len(affected) > 50
     for leaf, found in affected.items():
@@ -244,7 +254,7 @@ def test_a_cell_of_another_origin_gets_components_of_that_origin_when_it_reads_t
         assert int(counts["components_origin"]) == fitted, target
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_other_bits_fit_no_components_and_measure_no_ladder(affected):
     for leaf in ("bits", "v_bits"):
         assert not {"components", "ladder"} & set(affected[leaf])

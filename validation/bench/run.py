@@ -17,7 +17,7 @@ from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import KvlabError, MixedIdentity, StorageError, UserError
 from kvlab.core.machine import cpu_name
 from kvlab.core.model import resolve
-from kvlab.core.origin import read_origin
+from kvlab.core.origin import told_of
 from kvlab.core.params import Params
 from kvlab.core.records import machine, versions, write_json
 from kvlab.text import corpus
@@ -89,10 +89,10 @@ class Effort:
 
 def model_facts(params: Params) -> dict:
     """The model and the scored text in words, and what has to be said of the model's weights."""
-    origin, corpus = read_origin(Path(params.model.path)), params.corpus
+    corpus = params.corpus
     names = {"test": corpus.source, "other": corpus.other}
     text = " and ".join(names[text] for text in corpus.scored)
-    return {"slug": params.model.slug, "text": text, "disclosure": origin and origin.disclosure}
+    return {"slug": params.model.slug, "text": text, "disclosure": told_of(Path(params.model.path))}
 
 
 def bench(params: Params, out: Path, inputs: Inputs, effort: Effort | None = None) -> dict:

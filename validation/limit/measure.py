@@ -28,7 +28,7 @@ from kvlab.codecs.archive.steps import HALF, OCTAVE, exponents, trusted
 from kvlab.codecs.base import Site
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import load_tokenizer
-from kvlab.core.origin import read_origin
+from kvlab.core.origin import told_of
 from kvlab.core.recipe import WHOLE, Cell, Recipe
 from kvlab.core.records import sha256, versions
 from kvlab.engines.base import Engine
@@ -208,9 +208,9 @@ def measure(folder: Path, text: Path, asked: Sequence[Named], context: int, most
         for tally in tallies.values():
             tally.code(archive, clean, ids[:context], number, weights)
     engine.close()
-    limits, origin = Limits(archive, scored), read_origin(info.path)
+    limits = Limits(archive, scored)
     return {
-        "model": {"name": info.path.name, "disclosure": origin and origin.disclosure},
+        "model": {"name": info.path.name, "disclosure": told_of(info.path)},
         "text": text.name,
         "text_hash": sha256(windows.tobytes()),
         "windows": len(windows),

@@ -46,7 +46,7 @@ SIZES = {"windows": (2, 8, 16), "cells": (2, 4, 8), "layers": (2, 6, 12)}
 BASE = {"windows": 8, "cells": 4, "layers": 6}
 BITS = (1, 8, 2, 7, 3, 6, 4, 5)  # of the cells, first ones first: the same mean for every even number of cells
 WORDED = ("gap", "report")  # stages that measure nothing
-LIMITS = {"seconds": 20 * 60, "MiB": 6 * 1024}  # of the default run, on two cores
+LIMITS = {"seconds": 12 * 60, "MiB": 6 * 1024}  # of the default run, on two cores
 AT_A_TIME = 2  # jobs, one per core
 TAIL = 1500  # characters of a failed job's log that are printed
 

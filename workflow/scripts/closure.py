@@ -52,14 +52,15 @@ def files(*modules):
 class Code(str):
     """Digest of what `modules` do, and everything in this repository that they import, for a rule's `params`.
 
-    Snakemake runs a job again when it is another one: comments, docstrings and layout are no part of it.
+    Snakemake runs a job again when it is another one: comments, docstrings and layout are no part of it. Of modules of
+    the packages alone it is what `kvlab.core.code` says, so that a program that runs can tell whether it is the same.
     """
 
     modules: tuple[str, ...]
 
     def __new__(cls, *modules):
         """Digest the syntax trees of the modules' files, each with its path."""
-        digest = super().__new__(cls, _sha256(listing(files(*modules))))
+        digest = super().__new__(cls, code.digest_of(*modules) or _sha256(listing(files(*modules))))
         digest.modules = tuple(sorted(set(modules)))
         return digest
 
@@ -133,7 +134,7 @@ def package_modules():
 
 def forget():
     """Read every file anew from now on."""
-    for cached in (module_file, files, meaning, code.parsed, code.imports, code.meaning):
+    for cached in (module_file, files, meaning, code.parsed, code.imports, code.source):
         cached.cache_clear()
 
 
@@ -148,6 +149,7 @@ def main():
     folder.mkdir(parents=True)
     for path, text in records().items():
         (folder / path.name).write_text(text)
+    code.keep()
 
 
 if __name__ == "__main__":

@@ -58,8 +58,7 @@ def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Pa
         for stream in STREAMS:
             components = fitting.components(layer, stream)
             tensors |= named(components, layer, stream)
-            sample, metric = fitting.sample(layer, stream), fitting.metric(layer, stream)
-            diagnostics += describe(sample, metric, components, layer, stream)
+            diagnostics += describe(components, layer, stream)
     identity = captured.identity | {"sigma_hash": file_hash(sigma_path)}
     forget(out)
     with atomic(out) as temporary:
@@ -159,19 +158,17 @@ def named(components: Components, layer: int, stream: str) -> dict[str, Tensor]:
     return found
 
 
-def describe(rows: Tensor, metric: Tensor | None, components: Components, layer: int, stream: str) -> list[dict]:
+def describe(components: Components, layer: int, stream: str) -> list[dict]:
     """Diagnostics of each group of heads.
 
     `coding_gain_db` is the ratio of the arithmetic to the geometric mean of the components' variances (Jayant
     and Noll, Digital Coding of Waveforms, 1984): what allocating bits to them gains over equal bits. `condition`
-    is the ratio of the largest to the smallest. `mismatch_db` is what a fit on three quarters of `rows`, the
-    sample, loses on the tokens that it has not seen, against those that it has; a fit on more windows loses less.
+    is the ratio of the largest to the smallest.
     """
     variance = components.variance.double().clamp_min(1e-30)
     gain = 10 * (variance.mean(-1).log10() - variance.log10().mean(-1))
     condition = variance.amax(-1) / variance.amin(-1)
-    loss = klt.mismatch(rows, metric)
-    heads = len(rows) // len(variance)
+    heads = len(components.mean) // len(variance)
     return [
         {
             "layer": layer,
@@ -179,7 +176,6 @@ def describe(rows: Tensor, metric: Tensor | None, components: Components, layer:
             "kv_heads": [group * heads, (group + 1) * heads - 1],
             "coding_gain_db": float(gain[group]),
             "condition": float(condition[group]),
-            "mismatch_db": float(loss[group]),
         }
         for group in range(len(variance))
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from kvlab.codecs.catalogue import PUBLISHED
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError
 from kvlab.core.filekind import refuse_caches
 from kvlab.core.model import ModelInfo, folder_entry, layer_count, read_config, resolve_folder
@@ -108,8 +109,10 @@ def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None
 
 def has_bits(codec: str) -> bool:
     """Whether a codec has bits to choose; so it is said of names that there are not, which `recipe_of` refuses."""
-    settings = STREAMS.get(codec.partition("+")[0])
-    return settings is None or "bits" in settings.model_fields
+    name = codec.partition("+")[0]
+    if name in PUBLISHED:
+        return not PUBLISHED[name].fixed
+    return name not in STREAMS or "bits" in STREAMS[name].model_fields
 
 
 def whole_bits(bits: float | None) -> float | None:

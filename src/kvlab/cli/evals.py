@@ -79,6 +79,7 @@ def eval_verb(
     recipe = _recipe(args, params)
 
     from kvlab.core.model import resolve
+    from kvlab.core.origin import told_of
     from kvlab.evals.run import EvalRequest, run_eval
 
     asked = EvalRequest(
@@ -95,8 +96,9 @@ def eval_verb(
         claim=args.claim,
     )
     threads = params.jobs.threads if params else len(os.sched_getaffinity(0))
-    outcome = run_eval(asked, resolve(model), known, args.out, threads)
-    print("\n".join(_lines(outcome, args.out)))
+    info = resolve(model)
+    outcome = run_eval(asked, info, known, args.out, threads)
+    print("\n".join(filter(None, [told_of(info.path), *_lines(outcome, args.out)])))
 
 
 def refuse_unlisted_claim(claim: str) -> None:

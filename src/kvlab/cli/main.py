@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvlab.cli import calibrate, coded, evals, gate, measure, snapshot
+from kvlab.cli import calibrate, coded, evals, gate, measure, snapshot, weights
 from kvlab.cli.commands import Verbs, installed
 from kvlab.cli.flags import choice
 from kvlab.cli.parsing import command, fail, refusal
@@ -41,6 +41,7 @@ OWN = Verbs(
     coded.decode_verb,
     coded.inspect_verb,
     evals.eval_verb,
+    weights.weights_verb,
     completion_verb,
     ends="`kvlab VERB --help` says more. Exit codes: 0 done; 2 the input is wrong, 1 the run; a line says how.",
     snapshot=snapshot.SNAPSHOT,

@@ -22,6 +22,7 @@ from kvlab.cli.costs import CostRow
 from kvlab.cli.fitting import CalibrationText
 from kvlab.cli.flags import all_there_are, most_windows
 from kvlab.core.model import ModelInfo, load_tokenizer
+from kvlab.core.origin import told_of
 from kvlab.core.records import sha256, versions
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
@@ -125,9 +126,11 @@ def measured(
     rows = _rows(named, coded, calibrated, info, (args.context, length))
     rows += tuple(_row((one.variant.name, None, None), one, rows[0].kl.value) for one in others)
     count, short = len(windows), all_there_are(len(windows), most)
+    disclosure = told_of(info.path)
     about = (
         f"{args.model}: {info.n_layers} layers, {info.n_kv_heads} KV heads of {info.head_dim} dimensions;"
         f" {args.engine}, {args.dtype}, {args.protocol}",
+        *([disclosure] if disclosure else []),
         f"{count} windows of {args.context} coded and {args.eval} predicted tokens of {args.text}{short}",
         *lines,
         "one window of each codec was computed a second time, by other code, and agrees"
@@ -139,6 +142,7 @@ def measured(
     facts = {
         "model": str(args.model),
         "model_hash": info.model_hash,
+        "disclosure": disclosure,
         "engine": args.engine,
         "dtype": args.dtype,
         "protocol": args.protocol,

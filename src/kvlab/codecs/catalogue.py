@@ -36,7 +36,9 @@ PIPELINED = tuple(name for name, one in PUBLISHED.items() if one.in_pipeline)
 
 def has_bits(codec: str) -> bool:
     """Whether the codec's recipe has bits to choose."""
-    return codec in PUBLISHED or "bits" in plugins.settings_of(codec).model_fields
+    if codec in PUBLISHED:
+        return not PUBLISHED[codec].fixed
+    return "bits" in plugins.settings_of(codec).model_fields
 
 
 def rates(codec: str, bits: tuple[int, ...], whole_bits: tuple[float, ...]) -> tuple[float | None, ...]:

@@ -73,7 +73,7 @@ def named_recipe(
 
 def _takes_bits(codec: str) -> bool:
     name = codec.partition("+")[0]
-    return name in PUBLISHED or ((name in STREAMS or name in names()) and has_bits(name))
+    return name in (*PUBLISHED, *STREAMS, *names()) and has_bits(name)
 
 
 def _known(codec: str, params: Params | None) -> tuple[str, str]:
@@ -121,7 +121,10 @@ def _published(name: str, bits: float | None, v_bits: float | None, settings: di
             f"codec {name.partition('+')[0]!r} is as published, and cannot be conditioned",
             code="params.not-conditionable",
         )
-    if bits is None:
+    if PUBLISHED[name].fixed:
+        if (bits, v_bits) != (None, None):
+            raise ParamsError(f"codec {name!r} has no choice of bits; leave them out", code="params.no-bits")
+    elif bits is None:
         raise ParamsError(f"codec {name!r} needs bits; give for example bits=4", code="params.needs-bits")
     try:
         return Recipe(**PUBLISHED[name].make(bits, bits if v_bits is None else v_bits, settings))

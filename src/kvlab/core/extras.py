@@ -12,7 +12,7 @@ EXTRAS = {
     "datasets": "eval",
     "snakemake": "pipeline",
     "dvc": "pipeline",
-    "gguf": "pipeline",
+    "gguf": "gguf",
     "mwparserfromhell": "pipeline",
     "jsonschema": "mechanisms",
     "xgrammar": "mechanisms",

@@ -59,8 +59,4 @@ def of_gguf(file: Path) -> str:
     """How a GGUF file becomes a folder; empty for another file."""
     if file.suffix != GGUF:
         return ""
-    return (
-        f", which transformers writes of {file.name}:"
-        f" AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(NEW),"
-        " and the same of AutoTokenizer"
-    )
+    return f"; make one of {file.name} with `kvlab weights {file} --out NEW`"

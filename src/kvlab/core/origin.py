@@ -12,15 +12,28 @@ from kvlab.core.settings import Frozen
 from kvlab.core.wheels import WheelFile
 
 ORIGIN = "origin.json"
+SHA256 = "^[0-9a-f]{64}$"
 
 
-class Wheel(Frozen):
-    """A file of a wheel, see `WheelFile`."""
+class Part(Frozen):
+    """A part of a GGUF file: a file of a wheel, which is known by its hash."""
 
     distribution: str
     version: str
+    wheel_sha256: str = Field(pattern=SHA256)
     path: str
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class Gguf(Frozen):
+    """A GGUF file: its hash, and the parts that it is put together from, in order."""
+
+    sha256: str = Field(pattern=SHA256)
+    parts: list[Part] = Field(min_length=1)
+
+    @property
+    def wheel_files(self) -> list[WheelFile]:
+        """The parts, as they are read."""
+        return [WheelFile(**part.model_dump()) for part in self.parts]
 
 
 class Origin(Frozen):
@@ -29,10 +42,14 @@ class Origin(Frozen):
     Parameters
     ----------
     disclosure : str
-        A sentence that stands wherever a number of this model is printed.
+        What the weights are, in a sentence.
     licence : str
-        Of the weights, by its SPDX name.
-    wheel : Wheel or None
+        Of the weights, by its SPDX name where it has one.
+    terms : str or None
+        What who makes the weights has to know of their use.
+    by_name : bool
+        Whether they are made only where somebody names the model: for `kvlab weights`, or in params.yaml.
+    gguf : Gguf or None
         What the weights are made from, on this machine; None where they lie in the folder.
     files : dict of str to str
         What is made, by name, and its `kvlab.core.records.file_hash`.
@@ -40,15 +57,15 @@ class Origin(Frozen):
 
     disclosure: str
     licence: str
-    wheel: Wheel | None = None
+    terms: str | None = None
+    by_name: bool = False
+    gguf: Gguf | None = None
     files: dict[str, str] = Field(default_factory=dict)
 
     @property
-    def wheel_file(self) -> WheelFile:
-        """The file of the wheel; `ModelError` where the weights are made from none."""
-        if self.wheel is None:
-            raise ModelError(f"{ORIGIN} names no wheel that the weights could be made from")
-        return WheelFile(**self.wheel.model_dump())
+    def told(self) -> str:
+        """What stands wherever a number of this model is printed: the disclosure, and the licence."""
+        return f"{self.disclosure} Licence: {self.licence}."
 
 
 def read_origin(folder: Path) -> Origin | None:
@@ -63,3 +80,9 @@ def read_origin(folder: Path) -> Origin | None:
         raise ModelError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
+
+
+def told_of(folder: Path) -> str | None:
+    """`Origin.told` of a model's folder; None where that says nothing of its weights."""
+    origin = read_origin(folder)
+    return origin and origin.told

@@ -123,13 +123,16 @@ class Published:
     in_pipeline : bool
         Whether a parameter of a study may name it. The others read what no file of the pipeline holds; `kvlab measure`
         and `kvlab calibrate` know them.
+    fixed : bool
+        Whether it has no choice of bits; `make` is given None for both.
     """
 
-    make: Callable[[float, float, Values], Values]
+    make: Callable[[float | None, float | None, Values], Values]
     source: str
     settings: str
     lacks: str = ""
     in_pipeline: bool = False
+    fixed: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from kvlab.core.errors import ModelError
-from kvlab.core.origin import ORIGIN, read_origin
+from kvlab.core.origin import read_origin
 
 WEIGHTS = ("*.safetensors",)
 WHOLE = "model.safetensors"
@@ -51,8 +51,8 @@ def weight_files(path: Path) -> list[Path]:
 def _without_weights(path: Path) -> str:
     """Why a folder without safetensors is refused."""
     origin = read_origin(path)
-    if origin and origin.wheel:
-        return f"{path} has no weights yet; make them with `kvlab step weights --origin {path / ORIGIN}`"
+    if origin and origin.gguf:
+        return f"{path} has no weights yet; make them with `kvlab weights {path}`"
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
     if pickles:
         return f"{path} holds no *.safetensors weights, and {pickles[0]} is a pickle, which may run code; convert it"

@@ -59,13 +59,14 @@ class Case:
     """One row in its context.
 
     `standing` is that among the rows that it is judged with, None where it is judged alone; `replay` what measuring
-    again found of it, None where nothing was.
+    again found of it, None where nothing was; `others` what the rows beside it say otherwise.
     """
 
     row: Row
     context: Context
     standing: Standing | None = None
     replay: Replay | None = None
+    others: tuple[Reason, ...] = ()
 
     @cached_property
     def _fields(self) -> tuple[dict[str, Value], list[Reason]]:

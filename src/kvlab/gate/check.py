@@ -27,6 +27,7 @@ from kvlab.gate.cases import BASELINE, Case, Context
 from kvlab.gate.catalogue.columns import COLUMNS, DECLARED, TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.catalogue.values import Value
+from kvlab.gate.counts import others_of
 from kvlab.gate.evidence import ALPHA, Status
 from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.multiple_testing import standings
@@ -177,7 +178,8 @@ def check(rows: Iterable[Row], context: Context, strict: bool = False, replayer:
     cases = [Case(row, context) for row in rows]
     families = [piece.family for case in cases for piece in case.evidence]
     standing = standings([case.own.p if case.tested else None for case in cases], families)
-    placed = (replace(case, standing=found) for case, found in zip(cases, standing, strict=True))
+    beside = zip(cases, standing, others_of(cases), strict=True)
+    placed = (replace(case, standing=found, others=said) for case, found, said in beside)
     placed = _replayed(list(placed), replayer) if replayer else placed
     claims = sorted(map(claim_of, placed), key=_order)
     counts = {word: sum(claim.word == word for claim in claims) for word in WORDS}

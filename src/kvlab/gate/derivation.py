@@ -16,6 +16,7 @@ from kvlab.gate.catalogue.values import Value
 from kvlab.gate.evidence import Evidence
 from kvlab.gate.evidence.faults import NO_CODEC, ROUNDED
 from kvlab.gate.reasons import Reason
+from kvlab.gate.registry.faults import NATIVE_DTYPES
 
 STORED_BITS = DTYPE_BITS | dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), 8)
 LENGTHS = ("context_tokens", "context_band")
@@ -107,9 +108,13 @@ def one_run(case: Case) -> Iterator[Reason]:
 
 
 def _impossible(evidence: Evidence) -> Iterator[Reason]:
-    """A span that the protocol does not store, and fewer bits than the engine's own dtype has."""
+    """A span that the protocol does not store, and fewer bits than the engine's own dtype has.
+
+    What stores every token as its engine does may count the contexts alone under any protocol.
+    """
     seen, protocol = evidence.observed, evidence.identity.protocol
-    if seen.span is not None and SPAN_OF.get(protocol, seen.span) != seen.span:
+    otherwise = seen.codec not in NO_CODEC or seen.kv_cache_dtype not in NATIVE_DTYPES
+    if otherwise and seen.span is not None and SPAN_OF.get(protocol, seen.span) != seen.span:
         said = f"is {seen.span!r}; under {protocol!r} it is the {SPAN_OF[protocol]}"
         yield Reason(code="evidence_apart", field="observed.span", said=said)
     whole = STORED_BITS.get(seen.kv_cache_dtype)

@@ -54,6 +54,7 @@ ROW_REASONS: dict[str, str] = {
     "quantity_unvouched": "a number of the row follows from none of its evidence",
     "baseline_recipe": "a baseline names the recipe of a codec",
     "baseline_unshown": "a baseline states numbers and has no evidence of them",
+    "evidence_counts": "so many items cannot have taken what was counted, or rows of one model count other values",
     "evidence_apart": "the evidence of one run does not agree on what ran",
     "observation_missing": "nobody recorded what the engine's cache holds",
     "pages_unobserved": "coded pages are declared, and nobody asked the engine for its backend or its pages",

@@ -16,6 +16,8 @@ from kvlab.gate.reasons import Reason
 
 NOT_REPLAYED = "not measured again"
 """What is said of a row that earns the best tier and is not certified."""
+DIGITS = 12
+"""Of a code's digest, as pages show it."""
 
 
 class ReplayedScore(Frozen):
@@ -43,8 +45,9 @@ class Replay(Frozen):
         What is not as the row or its record says.
     lacking : str or None
         Why nothing could be measured again; that speaks neither for the row nor against it.
-    code : str or None
-        Digest of the code that measured again.
+    measured_by, code : str or None
+        Digests of the code that measured the row, by its record, and of that which measured again; None where one
+        cannot be had.
     at : str
         When, UTC, ISO 8601.
     """
@@ -52,6 +55,7 @@ class Replay(Frozen):
     scores: tuple[ReplayedScore, ...] = ()
     differs: tuple[Reason, ...] = ()
     lacking: str | None = None
+    measured_by: str | None = None
     code: str | None = None
     at: str
 
@@ -59,6 +63,22 @@ class Replay(Frozen):
     def agrees(self) -> bool:
         """Whether something was measured again, and all of it came out as it was said."""
         return bool(self.scores) and not self.differs and self.lacking is None
+
+    @property
+    def equal(self) -> int:
+        """How many scores came out the same, to the last bit."""
+        return sum(score.claimed == score.found for score in self.scores)
+
+    @property
+    def same_code(self) -> bool:
+        """Whether the code that measured and the code that measured again are known to be one."""
+        return self.code is not None and self.code == self.measured_by
+
+    @property
+    def codes(self) -> tuple[str, str]:
+        """The code that measured and the code that measured again, as pages name them."""
+        first, second = (one[:DIGITS] if one else "not known" for one in (self.measured_by, self.code))
+        return first, "the same" if self.same_code else f"another, {second}" if self.code else second
 
 
 Replayer = Callable[[Sequence[Row]], Sequence[Replay]]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvlab.gate import declarations, derivation, observations, read_checks
+from kvlab.gate import counts, declarations, derivation, observations, read_checks
 from kvlab.gate.cases import Case, Context
 from kvlab.gate.catalogue.columns import TIERS, TOO_LOSSY
 from kvlab.gate.evidence.faults import IDENTIFYING
@@ -279,7 +279,10 @@ CRITERIA: tuple[Criterion, ...] = (
         "unsupported",
         True,
         "a number that is typed beside good evidence would be certified with it",
-        both(derivation.numbers_derived, derivation.baseline_is_one, derivation.one_run),
+        both(
+            *(derivation.numbers_derived, derivation.baseline_is_one, derivation.one_run),
+            *(counts.counts_possible, lambda case: case.others),
+        ),
     ),
     Criterion(
         "evidence is the row's own",

@@ -124,6 +124,7 @@ def page(summary: GateSummary) -> dict[str, Any]:
         "rows": len(summary.rows),
         "confidence": fmt.percent(CONFIDENCE),
         "best": [best_line(best, summary) for best in summary.best],
+        "again": [line for line in summary.rows if line.replay],
         "places": [place(lines) for lines in apart(measured)],
         "missing": [line for line in summary.rows if not line.measured],
     }

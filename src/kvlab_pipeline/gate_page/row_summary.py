@@ -32,6 +32,9 @@ class RowSummary(Frozen):
     capacity_ratio : float or None
         Tokens that fit into the engine's own cache, over those of the baseline in as much memory, by the engine's own
         count of both; None where the row is not what that cache holds.
+    page_bits, exact_bits : float or None
+        Of what an engine's own pages hold: bits per value of a token in them, and what the tokens that a request reads
+        exact take beside them: N tokens of a request take ``page_bits + exact_bits / N`` bits per value.
     metrics, baseline : dict of str to Measure
         What evidence without a problem found, of the row and of its baseline. Of a baseline, what its second run found
         and what its first did.
@@ -71,6 +74,8 @@ class RowSummary(Frozen):
     throughput_tok_s: float | None
     throughput_ratio: Ratio | None
     capacity_ratio: float | None
+    page_bits: float | None = None
+    exact_bits: float | None = None
     measured: bool
     metrics: dict[str, Measure]
     baseline: dict[str, Measure]

@@ -22,7 +22,7 @@ from kvlab_pipeline.gate_page.recommendation import Recommendation, answers
 from kvlab_pipeline.gate_page.row_summary import BASELINE, Ratio, RowSummary
 from kvlab_pipeline.gate_page.samples import Sampled, Samples, speed
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 ALIKE = ("run", "model", "engine", "device", "dtype", "context_tokens")
 """Fields in which a row and the baseline that its throughput is held against are equal."""
 
@@ -143,6 +143,7 @@ def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples
         **{name: row.values.get(name) for name in TOLD},
         throughput_ratio=_ratio(row, rows, samples),
         capacity_ratio=_capacity(row, rows),
+        **_in_pages(row),
         measured=was_measured,
         metrics=metrics,
         baseline=baseline,
@@ -215,6 +216,14 @@ def _capacity(row: Row, rows: Sequence[Row]) -> float | None:
         return None
     (own, memory), (other, others) = found
     return own / memory * others / other
+
+
+def _in_pages(row: Row) -> dict[str, float]:
+    """What a token takes in an engine's own pages, and what a request's exact ones take beside them."""
+    tokens, held, values = (row.values.get(name) for name in ("block_tokens", "block_bytes", "block_values"))
+    if not (tokens and held and values):
+        return {}
+    return {"page_bits": 8 * held / values, "exact_bits": 8 * (row.values.get("exact_bytes") or 0) * tokens / values}
 
 
 def _ratio(row: Row, rows: Sequence[Row], samples: Samples) -> Ratio | None:

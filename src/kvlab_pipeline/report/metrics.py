@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.core.origin import read_origin
+from kvlab.core.origin import told_of
 from kvlab.core.params import Params
 from kvlab.core.records import machine
 from kvlab.output.format import refuse_non_finite
@@ -95,8 +95,7 @@ def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> d
 
 def disclosure(params: Params) -> str | None:
     """What has to be told of the model's weights wherever a number of it stands; None where there is nothing."""
-    origin = read_origin(Path(params.model.path))
-    return origin and origin.disclosure
+    return told_of(Path(params.model.path))
 
 
 def settings_entry(params: Params) -> dict:

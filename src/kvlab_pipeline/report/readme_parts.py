@@ -26,7 +26,7 @@ STUDIES = {
     "factorial of the gap, engines without a codec; float32": "measure/MODEL/float32",
     "the same, bfloat16": "measure/MODEL/bfloat16",
     "K and V of each layer alone; noise in the finished cache": "measure/MODEL/hf-float32",
-    "ladder: codecs, parts of `klt`, coding gain": "ladder/MODEL/{jobs,facts}",
+    "ladder: codecs, coding gain": "ladder/MODEL/{jobs,facts}",
     "ladder: calibration grown, longer contexts": "ladder/MODEL/further",
     "gate on hf: the Cache, finished caches, needles, RULER, greedy decoding": "measure/MODEL/hf-mechanisms",
     "gate on vLLM: coded pages, its own fp8, needles": "measure/MODEL/vllm-mechanisms",
@@ -80,7 +80,7 @@ def seconds_of(benchmarks: Path, model: str) -> dict[str, Any]:
     names = {study: list(_expanded(pattern.replace("MODEL", model))) for study, pattern in STUDIES.items()}
     jobs = {study: [job for job in each if any(fnmatch(job, one) for one in some)] for study, some in names.items()}
     return {
-        "studies": [[study, sum(map(each.get, some))] for study, some in jobs.items()],
+        "studies": [[study, sum(map(each.get, some))] for study, some in jobs.items() if some],
         "all": sum(each.values()),
         "jobs": len(each),
     }

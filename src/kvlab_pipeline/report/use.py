@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvlab.core.recipe import WHOLE
+from kvlab.gate.cases import DTYPE_BITS
 from kvlab.gate.replay import NOT_REPLAYED
 from kvlab.output import format as fmt
 from kvlab.output.markdown import cell as safe
@@ -74,7 +75,7 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
         "way": way,
         "engine": answer["engine"],
         "title": f"{title}, for caches that are put away" if whole else title,
-        "note": ways.NOTES.get(way),
+        "note": " ".join(filter(None, (ways.NOTES.get(way), kept_exact(group)))) or None,
         "word": answer["word"] if row else NONE,
         "tried": fmt.number(answer["tried"]),
         "alone": answer["tried"] == 1,
@@ -85,6 +86,18 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
         "greedy": fmt.number(GREEDY_TOKENS),
         "chosen": chosen(row or nearest, plain) if row or nearest else None,
     }
+
+
+def kept_exact(rows: list[dict]) -> str | None:
+    """How many tokens requests read exact beside coded pages; None where there are no such rows."""
+    found = {row["exact_bits"] / DTYPE_BITS[row["dtype"]] for row in rows if row.get("exact_bits")}
+    if not found:
+        return None
+    return (
+        f"Beside pages a request keeps {' or '.join(fmt.number(one) for one in sorted(found))} tokens exact, the first"
+        " and the newest; bits per value count them in these short windows, in all in caches that are longer."
+        " Other rows keep none."
+    )
 
 
 def chosen(row: dict, plain: dict | None) -> dict:
@@ -147,7 +160,7 @@ def rows_table(rows: list[dict], state: Mapping[str, dict], finished: bool) -> s
     lines = []
     for row in rows:
         of, metrics = known.get(row["row_id"]), row["metrics"]
-        counted = [*(fmt.number(in_all(of, tokens, finished)) for tokens in TOLD), pays_from(of, finished)]
+        counted = [*(fmt.number(in_all(row, of, tokens, finished)) for tokens in TOLD), pays_from(row, of, finished)]
         lines.append(
             [
                 named(row),
@@ -171,26 +184,41 @@ def rung(row: dict) -> str:
 
 
 def like(row: dict, state: dict) -> bool:
-    """Whether a row stores what the rung does: a codec that waits for whole blocks holds a tail exactly meanwhile."""
-    return abs(row["bits_per_value"] - state["rate"]) <= ROUNDED * state["rate"]
+    """Whether a row stores what the rung does: a codec that waits for whole blocks holds a tail exactly meanwhile.
+
+    What a request keeps exact beside pages is no part of what a coded token takes, and is counted by itself.
+    """
+    return abs(of_a_token(row, row["bits_per_value"]) - state["rate"]) <= ROUNDED * state["rate"]
 
 
-def in_all(state: dict | None, tokens: int, finished: bool) -> float | None:
+def of_a_token(row: dict, otherwise: float) -> float:
+    """Bits per value of a token: in pages what they take of it, else as said `otherwise`."""
+    return row.get("page_bits") or otherwise
+
+
+def in_all(row: dict, state: dict | None, tokens: int, finished: bool) -> float | None:
     """Bits per value of a cache of so many tokens with its calibration.
 
-    Over a finished cache the tokens that come after it are exact and counted; what is served has none.
+    Over a finished cache the tokens that come after it are exact and counted; of what is served those are that a
+    request keeps exact beside pages.
     """
     if state is None:
         return None
     known = {at["tokens"]: at["bits_per_value"] for at in state["at"]}[tokens]
-    return known if finished else known - state["exact_tokens"] * (BFLOAT16 - state["rate"]) / tokens
+    if finished:
+        return known
+    calibration = known - state["rate"] - state["exact_tokens"] * (BFLOAT16 - state["rate"]) / tokens
+    return of_a_token(row, state["rate"]) + calibration + (row.get("exact_bits") or 0) / tokens
 
 
-def pays_from(state: dict | None, finished: bool) -> str:
-    """The length from which a cache takes less than in bfloat16, calibration counted."""
+def pays_from(row: dict, state: dict | None, finished: bool) -> str:
+    """The length from which a cache takes less than in bfloat16, calibration and exact tokens counted."""
     if state is None or state["even_with_bfloat16"] is None:
         return fmt.DASH
-    at = state["even_with_bfloat16"] - (0 if finished else state["exact_tokens"])
+    at = state["even_with_bfloat16"]
+    if not finished:
+        calibration = max(0.0, at - state["exact_tokens"]) * (BFLOAT16 - state["rate"])
+        at = (calibration + (row.get("exact_bits") or 0)) / (BFLOAT16 - of_a_token(row, state["rate"]))
     return fmt.whole(math.ceil(max(0.0, at)))
 
 

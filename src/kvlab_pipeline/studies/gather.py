@@ -22,7 +22,7 @@ from kvlab.core.records import (
     read_job,
 )
 from kvlab_pipeline.jobs import plan
-from kvlab_pipeline.studies.baseline.truth import peer_of
+from kvlab_pipeline.studies.baseline.truth import peer_of, trial_windows
 from kvlab_pipeline.studies.checks import (
     ANY_JOB,
     ONE_JOB,
@@ -184,7 +184,8 @@ def read_baselines(
         for cell in record.cells:
             name = f"baseline {record.run} {cell.what} {cell.protocol or ''}".strip()
             refuse_stale_comparison(record, cell, peer_of(planned, record.run), path)
-            grid = on_grid(rows[cell.cell_id], params.baseline.windows, record.context, record.eval, name)
+            many = trial_windows(params) if cell.protocol else params.baseline.windows
+            grid = on_grid(rows[cell.cell_id], many, record.context, record.eval, name)
             tables[record.run, cell.what, cell.protocol] = grid
     for run in planned:
         if run not in found:

@@ -49,11 +49,7 @@ def test_the_compiled_loop_reads_what_the_codec_decodes(heads, changes):
     pages[slots, 5:] = coded
     own = quick(rows)
     assert isinstance(own.read, TileLoop)
-    z = own.read(pages, slots, 5)
-    assert_near(own.tokens(z), due)
-    weights = torch.rand(heads, 9, 700).softmax(-1)
-    group = torch.arange(heads) // (heads // own.groups)
-    assert_near(own.finished(weights @ z[group]), weights @ due)
+    assert_near(own.tokens(own.read(pages, slots, 5)), due)
 
 
 def assert_near(found: torch.Tensor, due: torch.Tensor) -> None:
@@ -139,9 +135,11 @@ def test_each_file_of_the_codecs_is_in_the_name_of_what_is_kept(monkeypatch, tmp
     assert len({first, second, code()}) == 3
 
 
-@pytest.mark.parametrize("few", [True, False], ids=["few-queries", "many"])
-def test_without_numba_the_same_is_read(monkeypatch, few):
-    """`klt` before the rotary embedding: compiled, and as torch alone does it where numba is not installed."""
+def test_without_numba_the_same_is_read(monkeypatch):
+    """`klt` before the rotary embedding: compiled, and as torch alone does it where numba is not installed.
+
+    And written.
+    """
     heads, dim = 3, 64
     codec = build(KltStream(bits=3, block_size=64), ladder_making.calibration(heads, dim))
     rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
@@ -156,14 +154,12 @@ def test_without_numba_the_same_is_read(monkeypatch, few):
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(0))[:50]
     pages = torch.zeros(20, 1, BLOCK, plain.bytes, dtype=torch.uint8)
     plain.write(k, v, pages, slots, positions)
-    weights = torch.rand(heads, 2, 5, 50).softmax(-1)
-    due, found = plain.read(pages, slots, positions, few), compiled.read(pages, slots, positions, few)
-    assert (due.finish, found.finish is not None) == (None, few)
+    own = torch.zeros_like(pages)
+    compiled.write(k, v, own, slots, positions)
+    assert torch.equal(own, pages)
+    due, found = plain.read(pages, slots, positions), compiled.read(pages, slots, positions)
     torch.testing.assert_close(found.k, due.k, atol=1e-3, rtol=1e-4)
-    summed = weights @ found.v[:, None].expand(heads, -1, -1, -1) if found.finish else weights @ found.v[:, None]
-    torch.testing.assert_close(
-        found.finish(summed) if found.finish else summed, weights @ due.v[:, None], atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(found.v, due.v, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])

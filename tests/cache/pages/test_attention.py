@@ -52,7 +52,7 @@ def test_it_is_attention_over_each_sequence(lengths_and_news, seed):
     lengths, news = lengths_and_news
     step, k, v, table = laid_out(lengths, news, seed)
     q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
-    out, log_sum = attend(q, lambda slots, positions, few: Keys(k[:, slots], v[:, slots]), step, KV, 0.3)
+    out, log_sum = attend(q, lambda slots, positions: Keys(k[:, slots], v[:, slots]), step, KV, 0.3)
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
         place = torch.arange(length)
         slots = table[row, place // BLOCK].long() * BLOCK + place % BLOCK
@@ -66,7 +66,7 @@ def test_it_is_attention_over_each_sequence(lengths_and_news, seed):
         sums = scores.masked_fill(~seen[:, None], -torch.inf).logsumexp(-1)
         torch.testing.assert_close(log_sum[own], sums, atol=1e-5, rtol=1e-5)
         assert torch.equal(step.own_slots()[own], slots[length - new :])
-        assert torch.equal(step.positions()[own], place[length - new :])
+        assert torch.equal(step.positions[own], place[length - new :])
 
 
 @given(steps(), st.integers(0, 5))
@@ -74,7 +74,7 @@ def test_an_answer_does_not_depend_on_who_else_is_served(lengths_and_news, seed)
     lengths, news = lengths_and_news
     step, k, v, table = laid_out(lengths, news, seed)
     q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
-    read = lambda slots, positions, few: Keys(k[:, slots], v[:, slots])  # noqa: E731
+    read = lambda slots, positions: Keys(k[:, slots], v[:, slots])  # noqa: E731
     together = attend(q, read, step, KV, 1.0)
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
         own = slice(step.starts[row], step.starts[row + 1])
@@ -86,23 +86,9 @@ def test_an_answer_does_not_depend_on_who_else_is_served(lengths_and_news, seed)
 def test_what_is_decoded_at_once_is_bounded(lengths_and_news):
     lengths, news = lengths_and_news
     step, *_ = laid_out(lengths, news)
-    found = [batch for few in (True, False) for batch in batches(step, few)]
+    found = list(batches(step, few=True))
     spans = [span for batch in found for span in batch]
     assert all(sum(span.last - span.first for span in batch) <= attention.SCRATCH for batch in found)
     for row, length in enumerate(lengths):
         own = [(span.first, span.last) for span in spans if span.row == row]
         assert [first for first, _ in own] == [0, *[last for _, last in own[:-1]]] and own[-1][1] == length
-
-
-@given(steps(), st.integers(0, 5))
-def test_values_may_be_made_after_they_were_weighed(lengths_and_news, seed):
-    """Of heads together: what is summed is as wide as that, and a product makes each head's values of it."""
-    lengths, news = lengths_and_news
-    step, k, z, _ = laid_out(lengths, news, seed)
-    z = z[:1]
-    back = torch.randn(KV, DIM, DIM, generator=torch.Generator().manual_seed(seed))
-    q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
-    finish = lambda mean: torch.einsum("hgqw,hwd->hgqd", mean, back)  # noqa: E731
-    late = attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots], finish), step, KV, 1.0)
-    early = attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots] @ back), step, KV, 1.0)
-    torch.testing.assert_close(late.mean, early.mean, atol=1e-5, rtol=1e-5)

@@ -94,7 +94,7 @@ class Server:
         )
         seen = []
 
-        def read(slots, positions, few):
+        def read(slots, positions):
             seen.append(len(slots))
             return Keys(self.pages[0][:, slots], self.pages[1][:, slots])
 

@@ -12,7 +12,7 @@ from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.base import Site
 from kvlab.core.recipe import Recipe
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 SINK, RECENT, ALL = 2, 8, 512
 
 

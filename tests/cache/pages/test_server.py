@@ -21,7 +21,7 @@ from kvlab.cache.files.recipe import CalibrationFiles, write_recipe_file
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
-pytestmark = [pytest.mark.full, pytest.mark.engine]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 PATIENCE = 240  # seconds that a start may take
 PROMPTS = [list(range(10, 60)), list(range(100, 190, 2)), list(range(10, 45)) + list(range(200, 220)), [7, 8, 9]]
 TOKENS = 24

@@ -20,7 +20,7 @@ from kvlab.stats.divergences import token_record
 from kvstore.vllm.conftest import CHUNK, whole
 from kvstore.vllm.served import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 STEPS, BITS = 8, 1.2
 AGREE = 1e-6  # nats a token: what engines in float32 may differ by
 

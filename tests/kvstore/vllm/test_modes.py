@@ -12,7 +12,7 @@ from kvlab.kvstore.snapshot.identity import identity_of
 from kvstore.vllm.conftest import CHUNK, whole
 from kvstore.vllm.served import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 BLOCKS = 30  # of 32 tokens: three of the prompts
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvstore.vllm.conftest import CHUNK, whole
 from kvstore.vllm.served import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 BLOCK = 64
 
 

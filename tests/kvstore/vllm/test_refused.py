@@ -55,6 +55,7 @@ IN_FRONT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", IN_THE_PAYLOAD)
 def test_damage_that_shows_while_loading_is_computed_anew_and_mended(engine, saved, name):
     prompt, cold, path = saved
@@ -70,6 +71,7 @@ def test_damage_that_shows_while_loading_is_computed_anew_and_mended(engine, sav
     assert engine.generate(prompt, n=16)["counts"]["tokens_loaded"] == whole(prompt)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", IN_FRONT)
 def test_damage_in_front_of_the_payload_is_no_match(engine, saved, name):
     prompt, cold, path = saved
@@ -93,6 +95,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("code", FOREIGN)
 def test_a_foreign_snapshot_is_no_match(engine, saved, code):
     prompt, cold, path = saved
@@ -111,6 +114,7 @@ def test_a_foreign_snapshot_is_no_match(engine, saved, code):
     assert [c for c, _ in again["said"][0]["reasons"]] == [code]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("evidence", "codes"), [((), {"codec", "unproven"}), (("0" * 12,), {"codec"})])
 def test_a_coded_snapshot_is_no_match(engine, saved, evidence, codes):
     prompt, cold, path = saved
@@ -124,6 +128,7 @@ def test_a_coded_snapshot_is_no_match(engine, saved, evidence, codes):
     assert {code for code, _ in again["said"][0]["reasons"]} == codes
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_exchanged_after_it_was_chosen_is_another(engine, saved, prompts):
     prompt, cold, path = saved
     other = engine.generate(prompts[12], n=16)
@@ -134,6 +139,7 @@ def test_a_file_that_is_exchanged_after_it_was_chosen_is_another(engine, saved, 
     assert [c for c, _ in again["said"][0]["reasons"]] == ["prefix"]
 
 
+@pytest.mark.nightly
 def test_a_folder_that_cannot_be_written_costs_the_snapshot_and_not_the_answer(engine, prompts):
     engine.empty()
     cold = engine.cold(prompts[13])

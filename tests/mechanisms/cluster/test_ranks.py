@@ -82,7 +82,7 @@ def test_attention_by_tokens_is_attention_over_the_whole_text(two):
     assert all(one["sequence"]["back"] for one in two), "there and back again"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_four_ranks_send_three_quarters_of_a_tensor():
     assert sum(run(4, spec_example)) == all_to_all_bytes(8 * 256 * 64 * 4, 4) == 393_216
     four = run(4, everything)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_vllms_operations_agree(root):
     environment = os.environ | {"PYTHONPATH": str(root / "src"), "VLLM_LOGGING_LEVEL": "ERROR"}
     script = Path(__file__).with_name("vllm_oracle.py")

@@ -225,7 +225,7 @@ def test_the_front_denies_and_goodput_counts_who_is_in_time():
     assert found.goodput(Slo(ttft=0)) == 0
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_million_requests():
     trace = made(1_000_000, scaled(AZURE_CONV, 0.25, rate=70.0), 1)
     found = simulate(trace, [Worker(COSTS, WorkerShape(1 << 16, 1.0)) for _ in range(8)])

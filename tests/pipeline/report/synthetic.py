@@ -33,7 +33,7 @@ from kvlab.core.records import (
 )
 from kvlab.core.testimony import Proof, Testimony
 from kvlab_pipeline.jobs import plan
-from kvlab_pipeline.studies.baseline.truth import peer_of
+from kvlab_pipeline.studies.baseline.truth import peer_of, trial_windows
 from kvlab_pipeline.studies.chapter import Sources
 from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Step, search_id
 from pipeline.report.planted_facts import write_facts
@@ -372,7 +372,8 @@ def write_baseline(
             cell = {"what": what, "protocol": protocol, "reference": reference}
             cell["cell_id"] = digest(shared | cell)
             cells.append(cell)
-            tables.append(text.rows(cell["cell_id"], kl, params.baseline.windows))
+            windows = trial_windows(params) if protocol else params.baseline.windows
+            tables.append(text.rows(cell["cell_id"], kl, windows))
         path = folder / "results" / "baseline" / f"{run}.json"
         coded = any(cell["protocol"] for cell in cells)
         origin = provenance() if coded else provenance(calibration={})

@@ -179,8 +179,19 @@ def test_bits_of_whole_caches_count_exact_tokens_where_there_are_some(finished):
     state = {"rate": rate, "exact_tokens": exact, "at": [{"tokens": tokens, "bits_per_value": held}]}
     state["even_with_bfloat16"] = exact + artefact / (16 - rate)
     without = (rate * tokens + artefact) / tokens
-    assert use.in_all(state, tokens, finished) == pytest.approx(held if finished else without)
-    assert use.pays_from(state, finished) == str(math.ceil(artefact / (16 - rate)) + (exact if finished else 0))
+    plain = {"bits_per_value": rate}
+    assert use.in_all(plain, state, tokens, finished) == pytest.approx(held if finished else without)
+    assert use.pays_from(plain, state, finished) == str(math.ceil(artefact / (16 - rate)) + (exact if finished else 0))
+    pages, kept = 2.03125, 132  # tokens that each request reads exact, beside what pages hold of them
+    row = {"bits_per_value": pages + 16 * kept / 640, "page_bits": pages, "exact_bits": 16.0 * kept}
+    whole = (pages * tokens + 16 * kept + artefact) / tokens
+    assert "keeps 132 tokens exact" in use.kept_exact([plain, row | {"dtype": "bfloat16"}]) and not use.kept_exact(
+        [plain]
+    )
+    assert use.like(row, state) and not use.like({"bits_per_value": row["bits_per_value"]}, state)
+    assert use.in_all(row, state, tokens, False) == pytest.approx(whole)
+    even = int(use.pays_from(row, state, False))
+    assert pages * even + 16 * kept + artefact <= 16 * even < pages * even + 16 * kept + artefact + 16
 
 
 def test_a_name_on_the_first_screen_stays_where_it_is(written):

@@ -14,7 +14,6 @@ from kvlab_pipeline.report import figures
 from kvlab_pipeline.report import page as html_page
 from pipeline.report.example_metrics import build
 
-pytestmark = pytest.mark.full
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--no-sandbox",
@@ -163,6 +162,7 @@ def said(page, name: str) -> str:
 # ---------------------------------------------------------------------------------------------- folds
 
 
+@pytest.mark.full
 def test_the_page_opens_with_its_answer_and_everything_else_folded(opened):
     page = opened()
     assert page.get_by_text("All of it.").is_visible()
@@ -170,6 +170,7 @@ def test_the_page_opens_with_its_answer_and_everything_else_folded(opened):
     assert page.evaluate("document.documentElement.scrollHeight / innerHeight") < 2
 
 
+@pytest.mark.nightly
 def test_a_link_opens_the_section_that_it_leads_to(opened):
     page = opened()
     page.get_by_role("navigation").get_by_role("link", name="About noise").click()
@@ -180,6 +181,7 @@ def test_a_link_opens_the_section_that_it_leads_to(opened):
     until(page, lambda: 0 <= heading.bounding_box()["y"] < DESK["height"] / 2)
 
 
+@pytest.mark.nightly
 def test_one_button_opens_and_closes_all_sections(opened):
     page = opened()
     page.get_by_role("button", name="Open all").click()
@@ -191,6 +193,7 @@ def test_one_button_opens_and_closes_all_sections(opened):
 # -------------------------------------------------------------------------------------------- figures
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_every_number_of_every_figure_is_drawn(seen, name):
     plot = seen.locator(f"#figure-{name}-plot")
@@ -202,6 +205,7 @@ def test_every_number_of_every_figure_is_drawn(seen, name):
     assert all(room["left"] <= box["left"] and box["right"] <= room["right"] + 1 for box in boxes)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_arrow_keys_step_through_the_values_of_the_metrics(seen, name):
     page = seen
@@ -220,6 +224,7 @@ def test_arrow_keys_step_through_the_values_of_the_metrics(seen, name):
     assert said(page, name) == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["layers", "cells", "gap_shapley"])
 def test_the_pointer_shows_the_value_under_it(seen, name):
     page = seen
@@ -239,6 +244,7 @@ def test_the_pointer_shows_the_value_under_it(seen, name):
     assert said(page, name) == ""
 
 
+@pytest.mark.nightly
 def test_a_finger_shows_the_value_under_it(opened):
     page = unfold(opened(PHONE, has_touch=True, is_mobile=True))
     plot = page.locator("#figure-layers-plot")
@@ -249,6 +255,7 @@ def test_a_finger_shows_the_value_under_it(opened):
     assert fmt.estimate(lines_of("layers")[box["row"]]) in said(page, "layers")
 
 
+@pytest.mark.nightly
 def test_on_a_phone_what_a_point_says_is_in_sight_even_of_a_tall_figure(opened):
     page = unfold(opened({"width": 360, "height": 400}))
     page.locator("#figure-cells-plot").focus()
@@ -259,6 +266,7 @@ def test_on_a_phone_what_a_point_says_is_in_sight_even_of_a_tall_figure(opened):
         assert tip["x"] >= 0 and tip["x"] + tip["width"] <= 361
 
 
+@pytest.mark.nightly
 def test_letters_of_a_drawing_are_large_enough_to_read(seen):
     heights = seen.evaluate(
         """() => [...document.querySelectorAll('.plot svg text')].filter((one) => one.getClientRects().length)
@@ -282,6 +290,7 @@ def colours(page) -> dict[str, str]:
     )
 
 
+@pytest.mark.nightly
 def test_the_button_changes_every_colour_and_is_remembered(opened):
     page = opened(color_scheme="light")
     light = colours(page)
@@ -298,6 +307,7 @@ def test_the_button_changes_every_colour_and_is_remembered(opened):
     assert colours(page) == light
 
 
+@pytest.mark.nightly
 def test_the_system_s_theme_holds_until_somebody_chooses(opened):
     page = opened(color_scheme="dark")
     dark = colours(page)
@@ -306,6 +316,7 @@ def test_the_system_s_theme_holds_until_somebody_chooses(opened):
     assert all(colours(page)[name] != dark[name] for name in dark)
 
 
+@pytest.mark.nightly
 def test_a_browser_that_remembers_nothing_still_changes_its_theme(opened):
     refuse = "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('refused'); }});"
     page = opened(init=refuse, color_scheme="light")
@@ -317,6 +328,7 @@ def test_a_browser_that_remembers_nothing_still_changes_its_theme(opened):
 # --------------------------------------------------------------------------------- room and keyboard
 
 
+@pytest.mark.nightly
 def test_nothing_is_wider_than_the_window_even_when_it_is_turned(opened):
     page = unfold(opened(PHONE))
     for size in (PHONE, {"width": 800, "height": 360}, DESK, PHONE):
@@ -325,6 +337,7 @@ def test_nothing_is_wider_than_the_window_even_when_it_is_turned(opened):
         assert page.evaluate(TOO_WIDE) == []
 
 
+@pytest.mark.nightly
 def test_panels_stand_side_by_side_or_below_each_other(seen):
     """Of K and V of the same layer, the second mark is to the right of the first, or below it."""
     rows = {
@@ -338,6 +351,7 @@ def test_panels_stand_side_by_side_or_below_each_other(seen):
     assert (abs(right["x"] - left["x"]) < 1) == stacked
 
 
+@pytest.mark.nightly
 def test_wide_tables_scroll_in_a_named_region_of_their_own(opened):
     page = unfold(opened(PHONE))
     page.evaluate("document.querySelectorAll('.numbers').forEach((one) => (one.open = false))")
@@ -353,6 +367,7 @@ def test_wide_tables_scroll_in_a_named_region_of_their_own(opened):
     until(page, lambda: region.evaluate("(one) => one.scrollLeft") > 0)
 
 
+@pytest.mark.nightly
 def test_the_tab_key_reaches_link_button_sections_and_figures_in_order(opened):
     page = unfold(opened())
     reached = []
@@ -380,6 +395,7 @@ def test_the_tab_key_reaches_link_button_sections_and_figures_in_order(opened):
     assert all(one["seen"] for one in reached)
 
 
+@pytest.mark.nightly
 def test_the_first_link_skips_to_the_findings(opened):
     page = opened()
     page.keyboard.press("Tab")
@@ -389,6 +405,7 @@ def test_the_first_link_skips_to_the_findings(opened):
     assert page.evaluate("document.activeElement.id") == "findings"
 
 
+@pytest.mark.nightly
 def test_what_a_reader_of_roles_finds(seen):
     page = seen
     page.locator("#contents").evaluate("(one) => { one.open = true; }")
@@ -405,6 +422,7 @@ def test_what_a_reader_of_roles_finds(seen):
 # ---------------------------------------------------------------------- without scripts, on paper, alone
 
 
+@pytest.mark.nightly
 def test_without_scripts_the_words_tables_and_drawings_are_there(opened):
     page = opened(PHONE, java_script_enabled=False)
     fold = page.locator("main details.section").nth(list(figures.FIGURES).index("cells"))
@@ -415,6 +433,7 @@ def test_without_scripts_the_words_tables_and_drawings_are_there(opened):
     assert page.locator("#figure-cells table").is_visible()
 
 
+@pytest.mark.nightly
 def test_on_paper_there_is_no_furniture(opened):
     page = opened(color_scheme="dark")
     page.emulate_media(media="print")
@@ -426,6 +445,7 @@ def test_on_paper_there_is_no_furniture(opened):
     assert colours(page)["paper"] != "rgb(255, 255, 255)"
 
 
+@pytest.mark.full
 def test_the_page_cannot_speak_to_a_network(browser, report):
     """Even a script of the page's own is refused: the policy, not good manners, keeps it quiet."""
     context = browser.new_context()

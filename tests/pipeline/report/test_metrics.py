@@ -443,6 +443,21 @@ def test_fewer_windows_in_the_layer_and_noise_studies(tmp_path):
     assert metrics["noise"][0]["kl"]["n_windows"] == metrics["noise_slope"][0]["slope"]["n_windows"] == 9
 
 
+@pytest.mark.parametrize(("baseline", "compared"), [(12, 5), (4, 4)])
+def test_fewer_windows_in_other_dtypes_than_that_of_the_gap(tmp_path, baseline, compared):
+    params = small_params(gap={"other_windows": 5}, baseline={"windows": baseline}, noise={"windows": 4})
+    metrics = run(params, write_results(tmp_path, params))
+    planned = {(cell.dtype, cell.windows) for cell in plan.study_cells(params, "factors", "hf") if cell.layers}
+    assert planned == {("bfloat16", 12), ("float32", 5)}
+    assert metrics["gap"]["measures"]["kl"]["gap"]["n_windows"] == 12
+    assert metrics["factors"]["measures"]["kl"]["gap"]["n_windows"] == 5
+    assert {one["kl"]["n_windows"] for one in metrics["baseline"]} == {baseline}
+    agreement = metrics["agreement"]
+    assert {one["n_windows"] for one in agreement["identity"].values()} == {compared}
+    assert {one["cross_kl"]["n_windows"] for one in agreement["codec"].values()} == {compared}
+    assert {one["relative_difference"]["n_windows"] for one in agreement["codec"].values()} == {5}
+
+
 # ------------------------------------------------------------------------------------ refusals
 
 

@@ -43,7 +43,7 @@ def test_each_is_a_variant_that_the_gate_knows(tiny_params):
         entry = known.mechanism(variant.mechanism, variant.variant)
         assert (entry.method, entry.scope) == (variant.method, variant.scope)
         assert variant.kept.partition(":")[0] in entry.patterns
-        assert variant.protocol(("snapshot",)) == "snapshot" and variant.span == "context"
+        assert variant.protocol(("snapshot",)) == "snapshot" and variant.span(("snapshot",)) == "context"
     without = plan.variants(asking(tiny_params, "kept", LATENT, protocols=("in_forward",)), "hf")
     assert not [v for v in without if v.kept]
 

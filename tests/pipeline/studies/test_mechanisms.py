@@ -119,7 +119,7 @@ def test_the_plan_names_what_each_engine_can_run(tiny_params):
 
 def test_a_codec_is_planned_under_each_protocol_and_says_which_tokens_it_stores(tiny_params):
     coded = [variant for variant in plan.variants(tiny_params, "hf") if variant.cell]
-    assert {(v.protocol(()), v.span, v.label.rsplit(" ", 1)[1]) for v in coded} == {
+    assert {(v.protocol(()), v.span(()), v.label.rsplit(" ", 1)[1]) for v in coded} == {
         ("in_forward", "window", "in_forward"),
         ("snapshot", "context", "snapshot"),
     }
@@ -308,7 +308,7 @@ def test_the_cache_is_planned_on_transformers_and_stands_in_place_of_taps_there(
     assert hf == ["baseline", "klt 2 served", "int 2 served", "fp8 snapshot"]
     assert not any("served" in label for label in vllm) and any("in_forward" in label for label in vllm)
     cells = [v for v in plan.variants(serving(tiny_params), "hf") if v.cell]
-    assert {(v.protocol(()), v.span, v.tapped) for v in cells} == {
+    assert {(v.protocol(()), v.span(()), v.tapped) for v in cells} == {
         ("served", "window", False),
         ("snapshot", "context", True),
     }

@@ -57,7 +57,7 @@ def test_pages_are_planned_on_vllm_alone_at_every_bits(tiny_params):
     assert own.model_copy(update={"sink": 0, "recent": 0}) == simulated and (own.sink, own.recent) == (4, 128)
     (bare,) = (v for v in plan.variants(asking(tiny_params, **BARE), "vllm") if v.paged)
     assert bare.recipe_id == other.recipe_id
-    assert (one.protocol(("snapshot",)), one.span, one.tapped) == ("in_forward", "window", False)
+    assert (one.protocol(("snapshot",)), one.span(()), one.tapped) == ("in_forward", "window", False)
     known = gate_registry.load()
     for variant in found.values():
         entry = known.mechanism(variant.mechanism, variant.variant)
@@ -164,6 +164,7 @@ def measured(tiny_params, tiny_windows, tiny_needles, tiny_fitted, tmp_path_fact
     return records.read_mechanisms(out)
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_the_bytes_are_the_pages_by_vllms_own_count(measured, vllm_engine):
     record, _ = measured
@@ -182,6 +183,7 @@ def test_the_bytes_are_the_pages_by_vllms_own_count(measured, vllm_engine):
     assert row(record, "klt 2 in_forward").pool is None  # a codec beside the cache says nothing of its pages
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_what_ran_is_told_by_the_engine(measured, tiny_params, vllm_engine):
     record, _ = measured
@@ -192,6 +194,7 @@ def test_what_ran_is_told_by_the_engine(measured, tiny_params, vllm_engine):
     assert len(found.seconds) == tiny_params.windows.test and min(found.seconds) > 0
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_exact_tokens_make_pages_cost_less_than_the_same_codec_inside_the_forward(measured):
     _, table = measured
@@ -199,6 +202,7 @@ def test_exact_tokens_make_pages_cost_less_than_the_same_codec_inside_the_forwar
     assert 0 < one < 0.8 * other
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_the_gate_finds_nothing_wrong_with_its_evidence(measured):
     record, table = measured

@@ -51,6 +51,7 @@ def record(written) -> RestoreRecord:
     return read_record(written, RestoreRecord, "restore")
 
 
+@pytest.mark.full
 def test_what_is_identical_is_found_identical_in_both_processes_and_both_dtypes(record):
     assert [(one.dtype, one.process) for one in record.agreements] == [
         ("float32", "this"),

@@ -50,6 +50,7 @@ def test_a_wrong_planted_value_fails_and_is_shown(little, tmp_path, monkeypatch)
     assert not json.loads((tmp_path / "planted.json").read_text())["holds"]
 
 
+@pytest.mark.full
 def test_exchanged_labels_that_nobody_notices_fail_and_are_shown(little, tmp_path, monkeypatch):
     monkeypatch.setattr(relabelled, "relabelled", lambda cell, factor, levels: cell)
     with refused(Fault, "fault.not-recovered", "labels of 'dtype'"):
@@ -57,6 +58,7 @@ def test_exchanged_labels_that_nobody_notices_fail_and_are_shown(little, tmp_pat
     assert "**read**" in (tmp_path / "REPORT.md").read_text()
 
 
+@pytest.mark.full
 def test_coverage_out_of_the_band_fails_and_is_shown(little, tmp_path, monkeypatch):
     monkeypatch.setattr(coverage, "BAND", (0.999, 1.0))
     with refused(Fault, "fault.not-recovered", "mean KL ("):

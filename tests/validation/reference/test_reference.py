@@ -155,7 +155,7 @@ def test_a_short_run_writes_a_model_that_loads(tmp_path):
         assert torch.isfinite(model(torch.tensor([ids])).logits).all()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_killed_run_leaves_the_old_model_and_can_go_on(tmp_path, monkeypatch):
     out = tmp_path / "reference"
     out.mkdir()
@@ -203,7 +203,7 @@ def test_the_schedule_ends_low_by_tokens_or_by_time():
     assert rates[100] == pytest.approx(recipe.learning_rate * recipe.final_fraction)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_model_of_text_goes_on_with_copying_alone_and_only_once(tmp_path):
     out = tmp_path / "reference"
     run_tiny(out)
@@ -220,7 +220,7 @@ def test_a_model_of_text_goes_on_with_copying_alone_and_only_once(tmp_path):
         run_tiny(tmp_path / "none", copying_only=True)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_run_killed_while_it_copies_goes_on_there(tmp_path, monkeypatch):
     out = tmp_path / "reference"
     with monkeypatch.context() as patch:

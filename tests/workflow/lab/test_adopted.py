@@ -8,7 +8,7 @@ import sys
 import pytest
 from ruamel.yaml import YAML
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 READY = ".venv/ready-cpu"
 STAGES = re.compile(r"^(\w+) +(recorded|up to date|left: .*)$", re.MULTILINE)

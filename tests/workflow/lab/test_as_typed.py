@@ -12,8 +12,6 @@ import sys
 import pytest
 import yaml
 
-pytestmark = pytest.mark.full
-
 REPORT = "results/gap/FINDINGS.md"
 SIGMA = "calib/sigma/reference/hf.safetensors"
 CORPUS, CAPTURE = "calib/corpus/reference/windows.safetensors", "calib/capture/reference/hf.safetensors"
@@ -32,6 +30,7 @@ OUTSIDE_THE_REPORT = [
 ]
 
 
+@pytest.mark.full
 def test_dvc_repro_makes_everything_once(reproduced):
     ran = reproduced.ran(forget=False)
     assert len(ran) == len(set(ran))
@@ -40,6 +39,7 @@ def test_dvc_repro_makes_everything_once(reproduced):
     assert {*TO_SIGMA, *OUTSIDE_THE_REPORT} <= set(ran)
 
 
+@pytest.mark.nightly
 def test_snakemake_makes_a_file_and_then_the_report_from_it_and_nothing_twice(unrun, reproduced, tmp_path):
     lab = unrun.copy(tmp_path)
     lab.run("snakemake", SIGMA)
@@ -54,6 +54,7 @@ def test_snakemake_makes_a_file_and_then_the_report_from_it_and_nothing_twice(un
     assert REPORT in (lab.root / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_a_second_dvc_repro_runs_nothing_and_what_was_deleted_comes_back(lab, reproduced):
     lab.run("dvc", "repro")
     assert lab.files() == reproduced.files()
@@ -63,6 +64,7 @@ def test_a_second_dvc_repro_runs_nothing_and_what_was_deleted_comes_back(lab, re
     assert lab.ran() == []
 
 
+@pytest.mark.nightly
 def test_dvc_repro_of_a_stage_runs_what_it_needs_and_no_more(lab, reproduced):
     lab.change("params.yaml", "ridge: 0.001", "ridge: 0.002")
     lab.run("dvc", "repro", "sigma")
@@ -71,6 +73,7 @@ def test_dvc_repro_of_a_stage_runs_what_it_needs_and_no_more(lab, reproduced):
     assert before[SIGMA] != after[SIGMA] and before[REPORT] == after[REPORT]
 
 
+@pytest.mark.nightly
 def test_the_stage_of_the_report_makes_what_snakemake_makes_for_it(lab, reproduced):
     """Bare `dvc repro` makes what is outside of it, too."""
     lab.change("params.yaml", "ridge: 0.001", "ridge: 0.002")
@@ -86,6 +89,7 @@ def dry(lab, *command) -> list[str]:
     return re.findall(r"^Running stage '(\w+)'", said, re.MULTILINE)
 
 
+@pytest.mark.nightly
 def test_a_dry_run_in_a_fresh_clone_names_every_stage_and_makes_nothing(unrun, tmp_path):
     lab = unrun.copy(tmp_path)
     every = set(yaml.safe_load((lab.root / "dvc.yaml").read_text())["stages"])
@@ -95,6 +99,7 @@ def test_a_dry_run_in_a_fresh_clone_names_every_stage_and_makes_nothing(unrun, t
     assert lab.ran() == [] and lab.files() == {} and lab.run("git", "status", "--short") == ""
 
 
+@pytest.mark.nightly
 def test_a_dry_run_beside_results_names_what_would_run(lab):
     assert dry(lab, "repro") == []
     named = dry(lab, "exp", "run", "--allow-missing", "-S", "bits=4")
@@ -103,6 +108,7 @@ def test_a_dry_run_beside_results_names_what_would_run(lab):
     assert lab.ran() == [] and lab.run("git", "status", "--short") == ""
 
 
+@pytest.mark.nightly
 def test_dvc_shows_metrics_and_plots(lab):
     assert json.loads(lab.run("dvc", "metrics", "show", "--json"))
     shown = lab.run("dvc", "plots", "show", "--out", "plots")

@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.full
-
 
 @pytest.fixture
 def clone(lab, tmp_path):
@@ -20,6 +18,7 @@ def clone(lab, tmp_path):
     return type(lab)(tmp_path / "clone", tmp_path / "clone-trace")
 
 
+@pytest.mark.full
 def test_a_clone_restores_the_report_without_running_anything(clone, reproduced):
     assert clone.files() == {}
     clone.run("dvc", "repro", "--pull", "--allow-missing")
@@ -30,6 +29,7 @@ def test_a_clone_restores_the_report_without_running_anything(clone, reproduced)
     assert clone.files()[findings] == reproduced.files()[findings]
 
 
+@pytest.mark.nightly
 def test_a_comment_does_not_cost_a_clone_its_cached_results(clone):
     (clone.root / "src/kvlab/codecs/block/codec.py").open("a").write("\n# a comment\n")
     said = clone.run(sys.executable, "workflow/scripts/ci_cached.py", "--require-cached")
@@ -40,6 +40,7 @@ def test_a_comment_does_not_cost_a_clone_its_cached_results(clone):
     assert refused.stderr.splitlines()[-1].startswith("error: stage codebooks would have to run: ")
 
 
+@pytest.mark.nightly
 def test_a_clone_takes_from_the_run_cache_what_its_lock_does_not_know(clone, reproduced):
     (clone.root / "dvc.lock").unlink()
     clone.run("dvc", "repro", "--pull", "sigma")

@@ -11,8 +11,6 @@ from itertools import product
 
 import pytest
 
-pytestmark = pytest.mark.full
-
 MODELS, BITS = ("reference", "other"), (2, 3, 4)
 # Verbs whose jobs do not depend on bits: their results are those of the run before.
 WITHOUT_BITS = {"weights", "corpus", "needles", "asked", "capture", "sigma", "components", "archive", "planted"}
@@ -81,6 +79,7 @@ def shown(lab):
     return found
 
 
+@pytest.mark.full
 def test_other_bits_run_what_depends_on_bits(other_bits, reproduced):
     _, ran, files = other_bits
     everything = reproduced.ran(forget=False)
@@ -92,6 +91,7 @@ def test_other_bits_run_what_depends_on_bits(other_bits, reproduced):
     assert all(files[name] == before[name] for name in files if name.startswith(("calib/capture", "calib/sigma")))
 
 
+@pytest.mark.full
 def test_dvc_tells_what_another_value_changed(other_bits):
     lab = other_bits[0]
     params = json.loads(lab.run("dvc", "params", "diff", "--json"))
@@ -104,11 +104,13 @@ def test_dvc_tells_what_another_value_changed(other_bits):
     shutil.rmtree(lab.root / "plots")
 
 
+@pytest.mark.nightly
 def test_a_queue_of_two_models_and_three_bits_gives_six_experiments(queued):
     assert set(queued) == set(product(MODELS, BITS))
     assert all(len(revisions) == 1 for (_, bits), revisions in queued.items() if bits != 4)
 
 
+@pytest.mark.nightly
 def test_no_experiment_holds_a_file_of_another(queued, other_bits, reproduced, standin):
     lab, _, four_bits = other_bits
     revisions = {key: found[-1] for key, found in queued.items()}
@@ -131,6 +133,7 @@ def text_of(files):
     return {name: data.decode() for name, data in files.items() if not name.endswith(".snakemake_timestamp")}
 
 
+@pytest.mark.nightly
 def test_going_back_runs_nothing(queued, other_bits, reproduced):
     lab = other_bits[0]
     lab.ran()

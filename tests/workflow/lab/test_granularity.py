@@ -8,8 +8,6 @@ import re
 import pytest
 import yaml
 
-pytestmark = pytest.mark.full
-
 ALL = (
     "results/gap/FINDINGS.md",
     "ladder",
@@ -56,6 +54,7 @@ def depending(lab, *files):
     return {name for name, stage in stages(lab).items() if having & set(stage["deps"])}
 
 
+@pytest.mark.nightly
 def test_a_title_reruns_the_report_alone(lab):
     lab.change("params.yaml", "title: ", "title: Once more, ")
     assert planned(lab) == {"report_lead"}
@@ -63,6 +62,7 @@ def test_a_title_reruns_the_report_alone(lab):
     assert [line.partition(" ")[0] for line in lab.ran()] == ["compare", "report"]
 
 
+@pytest.mark.full
 def test_other_bits_rerun_no_capture_and_no_sigma(lab):
     lab.change("params.yaml", "\nbits: 3", "\nbits: 4")
     assert planned(lab) == CODED | REPORTED
@@ -73,6 +73,7 @@ def test_other_bits_rerun_no_capture_and_no_sigma(lab):
     assert planned(lab) == CODED | REPORTED  # 3 and 2, now 2 and 3: told apart by name
 
 
+@pytest.mark.nightly
 def test_a_codec_file_reruns_what_uses_it(lab):
     rung, block = "src/kvlab/codecs/kivi/codec.py", "src/kvlab/codecs/block/codec.py"
     (lab.root / rung).open("a").write("\nNEW = 1\n")
@@ -85,6 +86,7 @@ def test_a_codec_file_reruns_what_uses_it(lab):
     assert not {"corpus", "capture", "sigma", "components", "needles", "report"} & changed(lab)
 
 
+@pytest.mark.nightly
 def test_comments_and_times_rerun_nothing(lab):
     for name in ("src/kvlab/codecs/block/codec.py", "workflow/rules/choice.smk", "params.yaml"):
         (lab.root / name).open("a").write("\n# a comment\n")
@@ -97,6 +99,7 @@ def test_comments_and_times_rerun_nothing(lab):
     assert lab.ran() == []
 
 
+@pytest.mark.nightly
 def test_a_rule_reruns_its_stage(lab):
     lab.change("workflow/rules/choice.smk", "mem_mb=8000", "mem_mb=8001")
     assert changed(lab) == {"choice"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-pytestmark = pytest.mark.full
 
-
+@pytest.mark.full
 def test_a_run_leaves_nothing_that_dvc_does_not_know(reproduced):
     """Undeclared scratch outlives the removal of a stage's outs, and was taken for a result of other parameters."""
     made = [
@@ -22,6 +21,7 @@ def test_a_run_leaves_nothing_that_dvc_does_not_know(reproduced):
     assert unknown == []
 
 
+@pytest.mark.nightly
 def test_a_failed_stage_is_not_recorded_and_the_same_command_goes_on(lab, reproduced):
     """Also what its other jobs made is not: DVC removes it before the stage runs again."""
     lab.change("params.yaml", "title: ", "title: Once more, ")

@@ -154,8 +154,9 @@ def reader_of(coder: StreamCoder, quick: bool) -> Reader:
     from kvlab.cache.hf.klt_columns import KltColumns
     from kvlab.codecs.klt.writing_numba import QuickRows
 
-    coder.token_rows = QuickRows(coder.token_rows)
-    return KltColumns(coder)
+    reader = KltColumns(coder)
+    coder.token_rows = QuickRows(coder.token_rows, reader)
+    return reader
 
 
 def resident_bytes(recipe: Recipe, calibrated: Calibrated, info: ModelInfo) -> int:

@@ -23,6 +23,7 @@ from kvlab.codecs.klt.joining import arrays_of
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.reading import refuse
 from kvlab.codecs.klt.reading_numba import TileTables, further
+from kvlab.codecs.klt.tiles_numba import Beside, add_beside
 
 
 class KltColumns(TileTables):
@@ -37,12 +38,11 @@ class KltColumns(TileTables):
         """See `attention_view.Reader`."""
         to_keys = self.to_tokens()
         for index, (row, turn) in enumerate(zip(rows, turns, strict=True)):
-            for column, z, beside in self._parts(row, first):
+            for column, z, held, count in self._parts(row, first):
                 k = scratch("keys", self.groups, self.width, z.shape[1])
                 for own, mean, matrix, part in zip(k, self.plan.mean, to_keys, z.split(self.rows), strict=True):
                     torch.addmm(mean.mT, matrix.mT, part, out=own)
-                for token, group, more in beside:
-                    k.permute(0, 2, 1).index_put_((group, token), more, accumulate=True)
+                add_beside(held, count, self.way, k.flatten(0, 1).numpy())
                 out[index, :, :, column : column + z.shape[1]] = scored(
                     k.view(self.heads, self.head_dim, -1), q[index], turn, column
                 )
@@ -53,11 +53,12 @@ class KltColumns(TileTables):
         shared = weights.unflatten(1, (self.groups, self.per)).flatten(2, 3)
         for index, row in enumerate(rows):
             sums = [weights.new_zeros(shared.shape[2], len(matrix)) for matrix in to_values]
-            for column, z, beside in self._parts(row, first):
+            for column, z, held, count in self._parts(row, first):
                 own = shared[index, :, :, column : column + z.shape[1]]
                 for found, weight, part in zip(sums, own, z.split(self.rows), strict=True):
                     found.addmm_(weight, part.mT)
-                for token, group, more in beside:
+                if count:
+                    token, group, more = self.beside(held, count)
                     by_head = more.view(len(more), self.per, 1, self.head_dim)
                     weight = own[group, :, token].view(len(more), self.per, -1, 1)
                     heads = group[:, None] * self.per + torch.arange(self.per)
@@ -67,10 +68,10 @@ class KltColumns(TileTables):
                 out[index, group * self.per : (group + 1) * self.per] += found.unflatten(0, (self.per, -1)) @ by_head
         out += weights[..., first:].sum(-1, keepdim=True) * parted(self.plan.mean, self.heads)
 
-    def _parts(self, row: TokenRow, first: int) -> Iterator[tuple[int, Tensor, list[tuple[Tensor, Tensor, Tensor]]]]:
+    def _parts(self, row: TokenRow, first: int) -> Iterator[tuple[int, Tensor, Beside, int]]:
         """Components of columns from `first` on, a part at a time: see `columns_numba.components`.
 
-        The first column of each, float32 [rows of a tile, n], and what is beside them (`TileTables.beside`), if any.
+        The first column of each, float32 [rows of a tile, n], and what is beside them, and how many that are.
         """
         (data, pieces), end = gathered(row), row.length - row.waiting
         parts = max(1, -(-(end - first) // SCRATCH))
@@ -85,7 +86,7 @@ class KltColumns(TileTables):
                 data, pieces, column, self.places, self.active, self.escapes, *self.room(), z.numpy(), held
             )
             refuse(max(-count, 0))
-            yield column, z, [self.beside(held, count)] if count else []
+            yield column, z, held, count
 
 
 def gathered(row: TokenRow) -> tuple[np.ndarray, np.ndarray]:

@@ -24,10 +24,10 @@ from kvlab.codecs.klt.reading import Looked
 SPAN = 1024  # tokens of one sequence that are attended to at once
 FEW = 32  # queries of a sequence, up to which weighing V's components costs less than making V of them
 SCRATCH = 4 * SPAN  # tokens that are decoded at once, of as many sequences as that makes
-QUERIES = 512  # queries of one sequence that attend at once
+QUERIES = 128  # queries of one sequence that attend at once: no more keys are looked at than the last one sees
 
-Read = Callable[[Tensor, Tensor, bool], "Keys"]
-"""Slots and positions, int64 [n], and whether few queries look at them, to what attention needs of these tokens."""
+Read = Callable[[Tensor, Tensor], "Keys"]
+"""Slots and positions, int64 [n], to what attention needs of these tokens."""
 
 Quick = Callable[[Looked, Tensor], "Attended"]
 """Tokens and the queries that look at them, few of each sequence, scaled float32 [n, heads, head_dim], to attention."""
@@ -53,18 +53,12 @@ class Keys(NamedTuple):
 
     Parameters
     ----------
-    k : Tensor
-        As attention sees them, float32 [kv_heads, n, head_dim].
-    v : Tensor
-        What is weighed and summed: values, or what values are made of, float32 [groups, n, width]; neighbouring KV
-        heads share a group.
-    finish : callable or None
-        Makes values [kv_heads, ..., head_dim] of means of `v` [kv_heads, ..., width]; None where `v` are values.
+    k, v : Tensor
+        As attention sees them [kv_heads, n, head_dim].
     """
 
     k: Tensor
     v: Tensor
-    finish: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +135,7 @@ class ServerStep:
         """Queries of the step."""
         return self.starts[-1]
 
+    @cached_property
     def positions(self) -> Tensor:
         """Of the step's own tokens in their sequences, int64 [tokens]."""
         return positions(self.starts, self.lengths)
@@ -192,13 +187,13 @@ class Span:
 
 
 def batches(step: ServerStep, few: bool) -> Iterator[list[Span]]:
-    """Spans of all sequences with few queries, or of all others, as many at once as `SCRATCH` tokens are.
+    """Spans of all sequences, those with few queries too or not, as many at once as `SCRATCH` tokens are.
 
     Those of a sequence come in their order.
     """
     batch, held, offset = [], 0, 0
     for row, length in enumerate(step.lengths):
-        own = (step.starts[row + 1] - step.starts[row] <= FEW) == few
+        own = few or step.starts[row + 1] - step.starts[row] > FEW
         for first in range(step.first[row], step.last(row), SPAN) if own else ():
             last = min(first + SPAN, step.last(row))
             if held + last - first > SCRATCH:
@@ -216,55 +211,38 @@ class Running:
 
     Parameters
     ----------
-    q : Tensor
-        [queries, heads, head_dim], in any float dtype.
+    query : Tensor
+        [queries, heads, head_dim]; keys and values are rounded to its dtype.
     kv_heads : int
         Heads of K; neighbouring query heads share one.
     scale : float
         Of the scores.
-    width : int
-        Of what is summed (`Keys.v`).
     """
 
-    def __init__(self, q: Tensor, kv_heads: int, scale: float, width: int):
-        queries, _, head_dim = q.shape
-        self.q = (q.float() * scale).view(queries, kv_heads, -1, head_dim).permute(1, 2, 0, 3).contiguous()
-        shape = self.q.shape[:-1]
-        self.top, self.weight = q.new_full(shape, -torch.inf, dtype=torch.float32), self.q.new_zeros(shape)
-        self.sum = self.q.new_zeros(*shape, width)
+    def __init__(self, query: Tensor, kv_heads: int, scale: float):
+        self.q, self.scale, self.found = query.unflatten(1, (kv_heads, -1)), scale, nothing(query)
 
-    def attend(self, k: Tensor, v: Tensor, first: int, until: Tensor) -> None:
-        """Take in keys and values (`Keys`) of positions `first`, `first` + 1, ...
+    def attend(self, keys: Keys, first: int, until: Tensor) -> None:
+        """Take in keys of positions `first`, `first` + 1, ...
 
         Each query sees those below `until`, int64 [queries], which does not fall from query to query.
         """
-        queries = self.q.shape[2]
-        for start in range(0, queries, QUERIES):
-            stop = min(start + QUERIES, queries)
-            seen = int(until[stop - 1]) - first  # keys that the last of these queries may see
+        k, v = (part.to(self.q.dtype)[None] for part in keys)
+        for start in range(0, len(self.q), QUERIES):
+            own = slice(start, min(start + QUERIES, len(self.q)))
+            seen = min(int(until[own.stop - 1]) - first, k.shape[2])  # keys that the last of these queries may see
             if seen > 0:
-                self._attend(slice(start, stop), k[:, :seen], v[:, :seen], first, until[start:stop])
+                q = self.q[own].permute(1, 2, 0, 3)
+                mask = (first + torch.arange(seen) < until[own, None]).repeat(q.shape[1], 1)
+                more = softmax_over(q.flatten(1, 2)[None], k[:, :, :seen], v[:, :, :seen], mask, self.scale)
+                self._add(own, *(part.unflatten(2, (-1, q.shape[2]))[0].flatten(0, 1).transpose(0, 1) for part in more))
 
-    def _attend(self, rows: slice, k: Tensor, v: Tensor, first: int, until: Tensor) -> None:
-        q = self.q[:, :, rows]
-        scores = torch.bmm(q.flatten(1, 2), k.mT).view(*q.shape[:3], -1)
-        if first + k.shape[1] > int(until[0]):
-            late = first + torch.arange(k.shape[1]) >= until[:, None]
-            scores.masked_fill_(late, -torch.inf)
-        top = torch.maximum(self.top[:, :, rows], scores.amax(-1))
-        least = top.masked_fill(top == -torch.inf, 0.0)  # a query may have seen no key yet
-        kept = torch.exp(self.top[:, :, rows] - least)
-        weights = scores.sub_(least[..., None]).exp_()
-        self.weight[:, :, rows] = self.weight[:, :, rows] * kept + weights.sum(-1)
-        more = torch.bmm(weights.view(len(v), -1, k.shape[1]), v).view(*q.shape[:3], -1)
-        self.sum[:, :, rows] = self.sum[:, :, rows] * kept[..., None] + more
-        self.top[:, :, rows] = top
-
-    def result(self, finish: Callable[[Tensor], Tensor] | None) -> Attended:
-        """Of all queries."""
-        mean = self.sum / self.weight.masked_fill(self.weight == 0, 1.0)[..., None]
-        mean = (finish(mean) if finish else mean).permute(2, 0, 1, 3).flatten(1, 2)
-        return Attended(mean, (self.top + self.weight.log()).permute(2, 0, 1).flatten(1))
+    def _add(self, own: slice, mean: Tensor, log_sum: Tensor) -> None:
+        """Attention of some queries over further keys."""
+        total = torch.logaddexp(self.found.log_sum[own], log_sum)
+        share = torch.exp(log_sum - total).nan_to_num_()[..., None]  # of a query that saw nothing yet
+        self.found.mean[own] += share * (mean - self.found.mean[own])
+        self.found.log_sum[own] = total
 
 
 def attend(
@@ -287,26 +265,26 @@ def attend(
     quick : callable, optional
         Attends where a sequence has few queries; torch does where it is not given.
     """
+    if quick and step.few and len(step.few[0]) == step.tokens:
+        return quick(step.few[1], query.float() * scale)
     found = nothing(query)
     running: dict[int, Running] = {}
     if quick and step.few:
         queries, looked = step.few
         found.mean[queries], found.log_sum[queries] = quick(looked, query[queries].float() * scale)
-    for few in (False,) if quick else (True, False):
-        for batch in batches(step, few):
-            slots = torch.cat([step.slots[span.offset + span.first : span.offset + span.last] for span in batch])
-            places = torch.cat([torch.arange(span.first, span.last) for span in batch])
-            k, v, finish = read(slots, places, few)
-            at = 0
-            for span in batch:
-                own, at = slice(at, at + span.last - span.first), at + span.last - span.first
-                queries = slice(step.starts[span.row], step.starts[span.row + 1])
-                if span.first == step.first[span.row]:
-                    running[span.row] = Running(query[queries], kv_heads, scale, v.shape[-1])
-                running[span.row].attend(k[:, own], v[:, own], span.first, step.until[queries])
-                if span.last == step.last(span.row):
-                    mean, log_sum = running.pop(span.row).result(finish)
-                    found.mean[queries], found.log_sum[queries] = mean, log_sum
+    for batch in batches(step, not quick):
+        slots = torch.cat([step.slots[span.offset + span.first : span.offset + span.last] for span in batch])
+        places = torch.cat([torch.arange(span.first, span.last) for span in batch])
+        k, v = read(slots, places)
+        at = 0
+        for span in batch:
+            own, at = slice(at, at + span.last - span.first), at + span.last - span.first
+            queries = slice(step.starts[span.row], step.starts[span.row + 1])
+            if span.first == step.first[span.row]:
+                running[span.row] = Running(query[queries], kv_heads, scale)
+            running[span.row].attend(Keys(k[:, own], v[:, own]), span.first, step.until[queries])
+            if span.last == step.last(span.row):
+                found.mean[queries], found.log_sum[queries] = running.pop(span.row).found
     return found
 
 
@@ -326,3 +304,29 @@ def joined(one: Attended, other: Attended) -> Tensor:
     """
     share = torch.sigmoid(one.log_sum - other.log_sum)[..., None]
     return share * one.mean + (1 - share) * other.mean
+
+
+def softmax_over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Attended:
+    """Attention by torch's kernel for a CPU, which also gives the sum of a softmax and accumulates in float32.
+
+    Parameters
+    ----------
+    q : Tensor
+        [n, kv_heads, queries, head_dim].
+    k, v : Tensor
+        [n, kv_heads, keys, head_dim], of the same dtype.
+    seen : Tensor
+        Which keys each query sees, bool, of a shape that expands to [n, kv_heads, queries, keys].
+
+    Returns
+    -------
+    Attended
+        Of [n, kv_heads, queries].
+    """
+    bias = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
+    bias = bias.expand(len(q), 1, q.shape[2], k.shape[2])
+    mean, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=bias, scale=scale
+    )
+    blind = ~seen.any(-1)
+    return Attended(mean.float(), log_sum.masked_fill(blind.expand(log_sum.shape), -torch.inf))

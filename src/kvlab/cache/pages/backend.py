@@ -153,7 +153,7 @@ class PagesImpl(AttentionImpl):
             return
         step: ServerStep = metadata[layer.layer_name]
         k, v = (part[: step.tokens].transpose(0, 1) for part in (key, value))
-        self._pages().write(k, v, kv_cache, slot_mapping[: step.tokens], step.positions())
+        self._pages().write(k, v, kv_cache, slot_mapping[: step.tokens], step.positions)
 
     def forward(
         self,
@@ -174,8 +174,8 @@ class PagesImpl(AttentionImpl):
             return output.zero_()
         pages, step = self._pages(), attn_metadata
 
-        def read(slots: Tensor, positions: Tensor, few: bool) -> Keys:
-            return pages.read(kv_cache, slots, positions, few)
+        def read(slots: Tensor, positions: Tensor) -> Keys:
+            return pages.read(kv_cache, slots, positions)
 
         def quick(looked: Looked, q: Tensor) -> Attended:
             return pages.attend(kv_cache, looked, q, query.dtype)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended, ExactStep, ServerStep, nothing
+from kvlab.cache.pages.attention import Attended, ExactStep, ServerStep, nothing, softmax_over
 from kvlab.codecs.shared.exact_tokens import ExactTokens as Ends
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import PAGES_EXACT, Recipe
@@ -171,7 +171,7 @@ class ExactStore:
         rows = torch.tensor([place.row for place in own])
         low = torch.tensor([place.taken for place in own]).maximum(first)
         counts = torch.tensor(step.starts).diff()
-        of, position = torch.arange(len(names)).repeat_interleave(counts), step.positions()
+        of, position = torch.arange(len(names)).repeat_interleave(counts), step.positions
         until = torch.maximum(low[of], position + 1 - self.recent)
 
         sinks, recents = position < first[of], position >= length[of] - self.recent
@@ -251,29 +251,3 @@ def _chunk(
         rows = slice(start + first, start + own_queries.stop)
         found.mean[rows] = mean.view(heads, len(position), -1).transpose(0, 1)
         found.log_sum[rows] = log_sum.view(heads, -1).T
-
-
-def softmax_over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Attended:
-    """Attention by torch's kernel for a CPU, which also gives the sum of a softmax and accumulates in float32.
-
-    Parameters
-    ----------
-    q : Tensor
-        [n, kv_heads, queries, head_dim].
-    k, v : Tensor
-        [n, kv_heads, keys, head_dim], of the same dtype.
-    seen : Tensor
-        Which keys each query sees, bool, of a shape that expands to [n, kv_heads, queries, keys].
-
-    Returns
-    -------
-    Attended
-        Of [n, kv_heads, queries].
-    """
-    bias = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
-    bias = bias.expand(len(q), 1, q.shape[2], k.shape[2])
-    mean, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=bias, scale=scale
-    )
-    blind = ~seen.any(-1)
-    return Attended(mean.float(), log_sum.masked_fill(blind.expand(log_sum.shape), -torch.inf))

@@ -38,8 +38,9 @@ class LayerPages:
     """
 
     def __init__(self, layer: int, k: Rows, v: Rows, rotation: Rotation | Unturned, exact: ExactStore | None = None):
-        self.layer, self.k, self.v, self.rotation, self.exact = layer, writer(k), writer(v), rotation, exact
+        self.layer, self.rotation, self.exact = layer, rotation, exact
         self.quick = quick(k), quick(v)
+        self.k, self.v = (writer(rows, own) for rows, own in zip((k, v), self.quick, strict=True))
         self.attention = attention(*self.quick)
         self.forget()
 
@@ -63,12 +64,17 @@ class LayerPages:
             The pages are not of the size that the tokens take.
         """
         rows = self._rows(pages)
-        rows[slots, : self.k.bytes] = self.k.encode(self.rotation.undo(k, positions).float())
-        rows[slots, self.k.bytes :] = self.v.encode(v.float())
+        if self.attention:
+            at = slots.numpy()
+            self.k.write(k, rows, at, 0, self.rotation.rows, positions.numpy())
+            self.v.write(v, rows, at, self.k.bytes)
+        else:
+            rows[slots, : self.k.bytes] = self.k.encode(self.rotation.undo(k, positions).float())
+            rows[slots, self.k.bytes :] = self.v.encode(v.float())
         self.written += len(slots)
 
-    def read(self, pages: Tensor, slots: Tensor, positions: Tensor, few: bool = False) -> Keys:
-        """What attention needs of slots int64 [n] that are looked at by few queries, or by many.
+    def read(self, pages: Tensor, slots: Tensor, positions: Tensor) -> Keys:
+        """Tokens of slots int64 [n].
 
         By the compiled loop where there is one; its tokens are those of `Rows.decode` to the rounding of a sum.
         """
@@ -76,11 +82,8 @@ class LayerPages:
         self.read_back += len(slots)
         quick_k, quick_v = self.quick
         k = quick_k.tokens(quick_k.read(rows, slots, 0)) if quick_k else self.k.decode(rows[slots, :after])
-        k = self.rotation.redo(k, positions)
-        if not quick_v:
-            return Keys(k, self.v.decode(rows[slots, after:]))
-        v = quick_v.read(rows, slots, after)
-        return Keys(k, v, quick_v.finished) if few else Keys(k, quick_v.tokens(v))
+        v = quick_v.tokens(quick_v.read(rows, slots, after)) if quick_v else self.v.decode(rows[slots, after:])
+        return Keys(self.rotation.redo(k, positions), v)
 
     def attend(self, pages: Tensor, looked: Looked, q: Tensor, dtype: torch.dtype) -> Attended:
         """Attention of few queries, scaled float32 [n, heads, head_dim], by the compiled loop; K is made in `dtype`."""
@@ -110,13 +113,13 @@ def by_triton(device: torch.device) -> bool:
     return asked and importlib.util.find_spec("triton") is not None
 
 
-def writer(rows: Rows) -> Rows:
-    """What writes rows: the compiled loops of `klt` where there are any, the same bytes sooner."""
-    if not isinstance(rows, KltRows) or rows.plan.mean.device.type != "cpu" or not compiled():
+def writer(rows: Rows, own: RowReader | None) -> Rows:
+    """What writes rows: the compiled loops of `klt` where such read them, the same bytes sooner."""
+    if own is None or own.plan.mean.device.type != "cpu" or by_triton(own.plan.mean.device):
         return rows
     from kvlab.codecs.klt.writing_numba import QuickRows
 
-    return QuickRows(rows)
+    return QuickRows(rows, own.read)
 
 
 def quick(rows: Rows) -> RowReader | None:

@@ -32,12 +32,15 @@ class Rotation:
     ----------
     columns : pair of array
         Cosines and sines of all positions of each frequency, float32 [head_dim / 2, positions].
+    rows : pair of array
+        Those of a position side by side, both halves, float32 [positions, head_dim].
     """
 
     def __init__(self, table: Tensor):
         cos, sin = table.float().chunk(2, dim=-1)
         self.cos, self.sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         self.columns = tuple(part.T.contiguous().cpu().numpy() for part in (cos, sin))
+        self.rows = tuple(part.cpu().numpy() for part in (self.cos, self.sin))
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
         """K [heads, n, head_dim] as attention sees it, as it was before, float32; `positions` are int64 [n]."""
@@ -51,7 +54,7 @@ class Rotation:
 class Unturned:
     """No rotation: a recipe that codes K after its rotary embedding."""
 
-    columns = np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
+    columns = rows = np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
         """`k` itself."""

@@ -385,7 +385,7 @@ class PageTrial:
         ):
             hidden = self.runner.model(
                 input_ids=self.ids[first:].clone(),
-                positions=step.positions(),
+                positions=step.positions,
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.shared.quantizer import gaussian_table, mse
-from kvlab.core.errors import CapabilityError
 from kvlab.core.settings import MOST_BITS
 
 LEAST = 1 / 8  # bits per value that every vector keeps, whatever its loss is thought to be
@@ -38,29 +37,6 @@ def in_turn(components: int) -> Tensor:
 def bits_of(order: Tensor, total: int, components: int) -> Tensor:
     """Bits of each component when the first `total` of a spending order are spent, int64 [components]."""
     return torch.bincount(order[:total], minlength=components)
-
-
-def reverse_water_filling(distortion: Tensor, total: int) -> Tensor:
-    """Whole bits per component that minimise the total distortion, int64 [D], summing to `total` exactly.
-
-    Parameters
-    ----------
-    distortion : Tensor
-        Squared error of each component with 0..W bits, convex and decreasing along the last axis [D, W + 1].
-    total : int
-        0..D * W.
-
-    Raises
-    ------
-    CapabilityError
-        When the tables cannot take that many bits.
-    """
-    components, most = distortion.shape[0], distortion.shape[0] * (distortion.shape[1] - 1)
-    if not 0 <= total <= most:
-        raise CapabilityError(
-            f"{total} bits cannot be spent on {components} components; allowed: 0..{most}", code="capability.bits"
-        )
-    return bits_of(spending_order(distortion), total, components)
 
 
 def shared(variances: Tensor, total: int) -> Tensor:

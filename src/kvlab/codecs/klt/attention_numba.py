@@ -14,7 +14,7 @@ from numba import float32, int32
 from numpy.typing import NDArray
 
 from kvlab.codecs.klt.reading import OK
-from kvlab.codecs.klt.tiles_numba import TILE, compiled, tile
+from kvlab.codecs.klt.tiles_numba import TILE, compiled, floats_of, tile
 
 
 class Turned(NamedTuple):
@@ -207,3 +207,60 @@ def attend(runs, rows, slots, first, a, e, columns, symbols, z, further, k, t, h
                 return -beside
             _sum(scores, count, heads, a, z, further, beside, saw)
     return OK
+
+
+@compiled
+def finish(seen, of_runs, heads, way, mean, log_sum):
+    """Means of values, and logarithms of the sums under them, of what runs have seen.
+
+    Parameters
+    ----------
+    seen : Seen
+        Of all runs.
+    of_runs : array
+        The query of each of those that runs have, int64 [rows / heads].
+    heads : int
+        Of queries.
+    way : Way
+        From V's components to values.
+    mean : array
+        float32 [queries * heads, head_dim], of zeros, written; finite where a query saw nothing.
+    log_sum : array
+        float32 [queries * heads], written; -inf there.
+    """
+    groups, width = way.mean.shape
+    weight, total = np.zeros(len(mean), np.float32), np.zeros((len(mean), width + 1), np.float32)
+    log_sum[:] = -np.inf
+    for row in range(len(seen.top)):
+        to = of_runs[row // heads] * heads + row % heads
+        log_sum[to] = max(log_sum[to], seen.top[row])
+    for row in range(len(seen.top)):
+        to = of_runs[row // heads] * heads + row % heads
+        if seen.weight[row] > 0:
+            share = np.exp(seen.top[row] - log_sum[to])
+            weight[to] += share * seen.weight[row]
+            for at in range(width + 1):
+                total[to, at] += share * seen.sum[row, at]
+    for to in range(len(mean)):
+        log_sum[to] += np.log(weight[to])
+        less = float32(1) / weight[to] if weight[to] > 0 else float32(0)
+        for at in range(width + 1):
+            total[to, at] *= less
+    head_dim, per = mean.shape[1], heads // groups
+    heads_of_one = per * head_dim // width
+    numbers = np.empty(width, np.float32)
+    for group in range(groups):
+        for component in range(width):
+            floats_of(way.halves[group, component], way.row[group, component], numbers)
+            for query in range(group * per, len(mean), heads):
+                for number in range(per):
+                    own, weighed = mean[query + number], total[query + number, component]
+                    first = number // heads_of_one * head_dim
+                    for at in range(head_dim):
+                        own[at] += weighed * numbers[first + at]
+        for query in range(group * per, len(mean), heads):
+            for number in range(per):
+                own, first = mean[query + number], number // heads_of_one * head_dim
+                for at in range(head_dim):
+                    own[at] *= way.column[group, first + at]
+                    own[at] += way.mean[group, first + at] + total[query + number, width] * way.shift[group, first + at]

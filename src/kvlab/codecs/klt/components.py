@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.klt import covariance
-from kvlab.codecs.klt.allocation import reverse_water_filling
 from kvlab.codecs.klt.grouping import block_diagonal, diagonal_blocks, heads_together, joined
-from kvlab.codecs.klt.marginal import Marginals, decibels, gaussian_sketch, sketch
-from kvlab.codecs.klt.moments import Moments, folds
+from kvlab.codecs.klt.marginal import gaussian_sketch, sketch
+from kvlab.codecs.klt.moments import Moments
 from kvlab.codecs.shared import whitening
 from kvlab.core.errors import CalibrationMismatch, NonFinite
 
 FLOOR = 1e-10  # of the mean square: what float32 rounding of the rows themselves comes to, and a margin
 TINY = 1e-30
-MISMATCH_FOLDS, MISMATCH_BITS = 4, 3
 
 
 @dataclass(frozen=True)
@@ -168,37 +166,3 @@ def _sketch(y: Tensor, variance: Tensor, floor: Tensor) -> Tensor:
     own = centred.square().sum(0) / (len(y) - 1)
     shape = sketch((centred / own.clamp(min=floor.item()).sqrt()).mT.contiguous())
     return torch.where((variance > floor)[:, None], shape, gaussian_sketch(len(shape)).to(shape))
-
-
-def mismatch(rows: Tensor, metric: Tensor | None) -> Tensor:
-    """What coding tokens that the fit has not seen costs over coding those that it has, in dB [groups].
-
-    Each of four runs of tokens is coded, at 3 bits per value, with what the other three were fitted to.
-    6.02 dB are one bit. Parameters as for `fit`; the result is on the CPU, where all of it is computed.
-    """
-    rows, metric = rows.cpu(), None if metric is None else metric.cpu()  # tables are made there
-    flat = rows.double().flatten(1, 2)
-    groups = len(flat) // heads_together(len(flat), flat.shape[2])
-    seen, unseen = torch.zeros(2, groups, dtype=torch.float64)
-    for fold in folds(flat.shape[1], MISMATCH_FOLDS):
-        rest = covariance.without(flat, fold)
-        fitted, tokens = fit(rest[:, None], metric), fold.stop - fold.start
-        for total, coded in ((seen, rest), (unseen, flat[:, fold])):
-            centred = joined(coded - fitted.mean.double()[:, None], groups)
-            total += tokens * torch.stack([_error(centred[g], fitted, g) for g in range(groups)])
-    return decibels(unseen / seen.clamp(min=TINY))
-
-
-def _error(centred: Tensor, fitted: Components, group: int) -> Tensor:
-    """Mean weighted squared error of vectors [n, width] coded with the components of one group and their tables."""
-    marginals, variance = Marginals(fitted.sketch[group]), fitted.variance[group].double()
-    z = (centred @ fitted.forward[group].double() / variance.sqrt()).mT
-    bits = reverse_water_filling(variance[:, None] * marginals.distortion(), MISMATCH_BITS * len(z))
-    total = torch.zeros((), dtype=torch.float64)
-    for width in bits.unique().tolist():
-        of_width = bits == width
-        values = marginals.tables[width].values[of_width]
-        index = torch.searchsorted(((values[:, 1:] + values[:, :-1]) / 2).contiguous(), z[of_width].contiguous())
-        error = (z[of_width] - values.gather(1, index)) * variance[of_width, None].sqrt()
-        total += error.square().sum()
-    return total / len(centred)

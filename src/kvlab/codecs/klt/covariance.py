@@ -15,11 +15,6 @@ def principal(covariance: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp(min=0), fixed_sign(axes.flip(-1), dim=-2)
 
 
-def without(rows: Tensor, fold: slice) -> Tensor:
-    """Rows [..., n, D] without those of a fold."""
-    return torch.cat((rows[..., : fold.start, :], rows[..., fold.stop :, :]), dim=-2)
-
-
 def out_of_sample_variance(moments: Moments) -> Tensor:
     """Variance of each principal component on tokens that its axes were not fitted on, descending [heads, D].
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -206,8 +205,3 @@ def integral(values: Tensor) -> Tensor:
 def gaussian_sketch(count: int) -> Tensor:
     """The sketch of N(0, 1), float64 [count, POINTS]."""
     return ranks(POINTS).expand(count, -1)
-
-
-def decibels(ratio: Tensor) -> Tensor:
-    """10 log10."""
-    return 10 / math.log(10) * ratio.log()

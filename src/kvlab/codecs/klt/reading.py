@@ -51,13 +51,6 @@ class RowReader:
         """The tokens float32 [heads, n, head_dim] of components."""
         return parted(torch.baddbmm(self.plan.mean, components, self.plan.inverse), self.heads)
 
-    def finished(self, mixed: Tensor) -> Tensor:
-        """Sums of components by weights that add up to 1 [heads, ..., width + 1], as sums of tokens [heads, ..., d]."""
-        per = self.heads // self.groups
-        inverse = self.plan.inverse.unflatten(2, (per, -1)).transpose(1, 2).flatten(0, 1)
-        mean = parted(self.plan.mean, self.heads)
-        return torch.baddbmm(mean, mixed.flatten(1, -2), inverse).unflatten(1, mixed.shape[1:-1])
-
 
 PART = 1024  # tokens of which one matrix product makes keys: more of them cost less each, and leave the near cache
 
@@ -104,9 +97,10 @@ class Looked(NamedTuple):
         found = np.array(runs, np.int64).reshape(-1, 6)
         return cls(slots.numpy(), until.numpy(), found, tuple(parts))
 
-    def queries(self) -> Tensor:
+    def queries(self) -> NDArray:
         """The query of each of those that runs have, int64 [sum over runs]."""
-        return torch.cat([torch.arange(first, last) for first, last in self.runs[:, 3:5].tolist()])
+        counts = self.runs[:, 4] - self.runs[:, 3]
+        return np.arange(counts.sum()) + np.repeat(self.runs[:, 3] - self.runs[:, 5], counts)
 
 
 def refuse(fault: int) -> None:

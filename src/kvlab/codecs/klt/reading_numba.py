@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlab.codecs.klt import attention_numba, tiles_numba
 from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
-from kvlab.codecs.klt.halves import scratch
+from kvlab.codecs.klt.halves import HalfMatrix, scratch
 from kvlab.codecs.klt.plain import turn
 from kvlab.codecs.klt.reading import Looked, RowReader, digits_of, plain_of, refuse
 from kvlab.codecs.klt.synthesis import Synthesis
@@ -35,7 +35,7 @@ class TileTables:
 
     def __init__(self, plan: Synthesis):
         self.plan, self.groups, self.width = plan, plan.groups, plan.width
-        self.active, self.escapes = active_of(plan), escapes_of(plan)
+        self.active, self.escapes, self.way = active_of(plan), escapes_of(plan), way_of(plan, plan.back)
         self.lines = len(self.active.component) + 2 * plan.groups
 
     def room(self) -> tuple[NDArray, NDArray, Beside]:
@@ -50,9 +50,8 @@ class TileTables:
 
         In float32 in memory that the next call in this thread is given too.
         """
-        back, out = self.plan.back, scratch("to_tokens", self.lines, self.width)
-        arrays = back.values.view(torch.uint16), back.row[..., 0], back.column[:, 0], self.plan.shift[:, 0]
-        tiles_numba.to_tokens(*(part.numpy() for part in arrays), self.active, out.numpy())
+        out = scratch("to_tokens", self.lines, self.width)
+        tiles_numba.to_tokens(self.way, self.active, out.numpy())
         return out.to(dtype).split(self.rows)
 
     @cached_property
@@ -146,7 +145,7 @@ class TileAttention:
         StreamError
             A row is none that could have been written.
         """
-        queries, heads, _ = q.shape
+        queries, heads, head_dim = q.shape
         of_runs = x.queries()
         seen = attention_numba.Seen(
             np.full(len(of_runs) * heads, -np.inf, np.float32),
@@ -160,47 +159,32 @@ class TileAttention:
             runs = x.runs[slice(*x.parts[number])].copy()
             begin, end = int(runs[0, 0]), int(runs[-1, :2].sum())
             slots, runs[:, 0] = x.slots[begin:end], runs[:, 0] - begin
-            k = self._keys(rows, slots, to_keys)
+            k = self._keys(pages, slots, to_keys)
             tables = self.v.read.tables()
             return attention_numba.attend(runs, pages, slots, first, *tables, k, turned, heads, flat, x.until, seen)
 
         for fault in in_threads(part, len(x.parts)):
             refuse(fault)
-        return self._joined(seen, of_runs, queries, heads)
+        mean, log_sum = np.zeros((queries * heads, head_dim), np.float32), np.empty(queries * heads, np.float32)
+        attention_numba.finish(seen, of_runs, heads, self.v.read.way, mean, log_sum)
+        return torch.from_numpy(mean).view(q.shape), torch.from_numpy(log_sum).view(queries, heads)
 
-    def _keys(self, rows: Tensor, slots: NDArray, to_keys: tuple[Tensor, ...]) -> NDArray:
+    def _keys(self, pages: NDArray, slots: NDArray, to_keys: tuple[Tensor, ...]) -> NDArray:
         """K less its mean, float32 [groups * width, n]."""
         loop, held = self.k.read, further(BESIDE)
         z = scratch("components", loop.lines, len(slots))
         out = scratch("keys", loop.groups * loop.width, len(slots))
-        count = tiles_numba.components(rows.numpy(), slots, 0, *loop.tables(), z.numpy(), held)
+        count = tiles_numba.components(pages, slots, 0, *loop.tables(), z.numpy(), held)
         refuse(max(-count, 0))
         if count > BESIDE:
-            whole = loop.in_parts(rows, slots, 0, 1) @ self.k.plan.inverse
+            whole = loop.in_parts(torch.from_numpy(pages), slots, 0, 1) @ self.k.plan.inverse
             return out.copy_(whole.mT.flatten(0, 1)).numpy()
-        keys = out.split(loop.width)
-        for own, matrix, part in zip(keys, to_keys, z.split(loop.rows), strict=True):
+        for own, matrix, part in zip(out.split(loop.width), to_keys, z.split(loop.rows), strict=True):
             own.copy_(matrix.mT @ part.to(matrix.dtype))
+        keys = out.numpy()
         if count:
-            token, group, more = loop.beside(held, count)
-            for number, own in enumerate(keys):
-                at = group == number
-                own.index_add_(1, token[at], more[at].T)
-        return out.numpy()
-
-    def _joined(self, seen: attention_numba.Seen, of_runs: Tensor, queries: int, heads: int) -> tuple[Tensor, Tensor]:
-        """What runs have seen, of all runs of a query (`pages.attention.joined`, of any number of parts)."""
-        top, weight, total = (torch.from_numpy(part).unflatten(0, (-1, heads)) for part in seen)
-        if len(of_runs) > queries:
-            best = top.new_full((queries, heads), -torch.inf)
-            best.scatter_reduce_(0, of_runs[:, None].expand_as(top), top, "amax")
-            share = torch.exp(top - best.masked_fill(best == -torch.inf, 0.0)[of_runs])
-            weight = weight.new_zeros(queries, heads).index_add_(0, of_runs, weight * share)
-            total = total.new_zeros(queries, *total.shape[1:]).index_add_(0, of_runs, total * share[..., None])
-            top = best
-        mean = total / weight.masked_fill(weight == 0, 1.0)[..., None]
-        by_head = mean.unflatten(1, (self.k.heads, -1)).transpose(0, 1)
-        return self.v.finished(by_head).transpose(0, 1).flatten(1, 2), top + weight.log()
+            tiles_numba.add_beside(held, count, loop.way, keys)
+        return keys
 
 
 def in_threads(part: Callable[[int], int], parts: int) -> Iterator[int]:
@@ -218,6 +202,18 @@ def pool(threads: int) -> ThreadPoolExecutor:
 def further(most: int) -> Beside:
     """Room for so many values."""
     return Beside(np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32))
+
+
+def way_of(plan: Synthesis, matrix: HalfMatrix) -> tiles_numba.Way:
+    """One of a plan's matrices with its means, in the plan's memory."""
+    arrays = (
+        plan.mean[:, 0],
+        plan.shift[:, 0],
+        matrix.values.view(torch.uint16),
+        matrix.row[..., 0],
+        matrix.column[:, 0],
+    )
+    return tiles_numba.Way(*(part.numpy() for part in arrays))
 
 
 def digits(plan: Synthesis) -> tuple[Tensor, ...]:

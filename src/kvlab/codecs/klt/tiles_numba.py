@@ -24,6 +24,26 @@ TILE = 256  # tokens: their symbols and components stay in a near cache, and a s
 SCALE_END = COUNT_BITS + SCALE_BITS
 
 
+class Way(NamedTuple):
+    """A way between tokens and components.
+
+    Parameters
+    ----------
+    mean, shift : array
+        The first mean, and the way from there to the second one, float32 [groups, width].
+    halves : array
+        The matrix in float16, as its bits (`codecs.klt.halves`): uint16 [groups, width, width].
+    row, column : array
+        What its rows and columns are multiplied by, float32 [groups, width].
+    """
+
+    mean: NDArray
+    shift: NDArray
+    halves: NDArray
+    row: NDArray
+    column: NDArray
+
+
 class Active(NamedTuple):
     """The components that have bits, in their order, and where their digits lie in a row.
 
@@ -381,45 +401,47 @@ def vectors(rows, slots, first, a, e, columns, symbols, z, further, out):
 
 
 @compiled
-def to_tokens(halves, row, column, shift, a, out):
-    """The way from a tile's rows to tokens less their mean (`codecs.klt.halves`, `codecs.klt.synthesis`).
+def floats_of(halves, factor, out):
+    """Numbers in float16, given as their bits, uint16 [n], times a factor, into float32 [n]."""
+    bits, power = out.view(np.int32), float32(2.0**112)  # float16's exponent begins so much lower
+    for at in range(len(out)):
+        bits[at] = (int32(halves[at] & 0x8000) << 16) | (int32(halves[at] & 0x7FFF) << 13)
+    for at in range(len(out)):
+        out[at] = out[at] * power * factor
 
-    Parameters
-    ----------
-    halves : array
-        The matrix in float16, as its bits: uint16 [groups, width, width].
-    row, column : array
-        What its rows and columns are multiplied by, float32 [groups, width].
-    shift : array
-        From the mean to the second one, float32 [groups, width].
-    a : Active
-        The order of a tile's rows.
-    out : array
-        float32 [active + 2 * groups, width], written.
-    """
-    groups, width = shift.shape
-    power = float32(2.0**112)  # float16's exponent begins so much lower; numbers below its least are right too
-    bits, signs = np.empty(width, np.int32), np.empty(width, np.float32)
-    numbers = bits.view(np.float32)
+
+@compiled
+def to_tokens(way, a, out):
+    """What makes tokens less their mean of a tile's rows, float32 [active + 2 * groups, width], written."""
+    groups, width = way.shift.shape
+    numbers = np.empty(width, np.float32)
     for group in range(groups):
         scale = a.end[group]
         for at in range(width):
-            out[scale, at], out[scale + 1, at] = 0, shift[group, at]
+            out[scale, at], out[scale + 1, at] = 0, way.shift[group, at]
         for component in range(width):
             to, constant = a.place[group * width + component], a.constant[group * width + component]
             if to < 0 and constant == 0:
                 continue
-            own = halves[group, component]
-            for at in range(width):
-                bits[at] = int32(own[at] & 0x7FFF) << 13
-                signs[at] = -1 if own[at] >> 15 else 1
-            factor = row[group, component] * power
+            floats_of(way.halves[group, component], way.row[group, component], numbers)
             if to >= 0:
                 for at in range(width):
-                    out[to, at] = numbers[at] * (factor * column[group, at]) * signs[at]
+                    out[to, at] = numbers[at] * way.column[group, at]
             else:
                 for at in range(width):
-                    out[scale, at] += constant * (numbers[at] * (factor * column[group, at]) * signs[at])
+                    out[scale, at] += constant * (numbers[at] * way.column[group, at])
+
+
+@compiled
+def add_beside(beside, count, way, k):
+    """Add to tokens float32 [groups * width, n] what lies beside their rows."""
+    width = way.shift.shape[1]
+    numbers = np.empty(width, np.float32)
+    for number in range(count):
+        group, component = beside.component[number] // width, beside.component[number] % width
+        floats_of(way.halves[group, component], way.row[group, component], numbers)
+        for at in range(width):
+            k[group * width + at, beside.token[number]] += numbers[at] * beside.value[number] * way.column[group, at]
 
 
 @compiled

@@ -1,4 +1,8 @@
-"""Rows of `klt` written by compiled loops, where a few tokens come at a time: from components to a token's bytes.
+"""Rows of `klt` written by compiled loops: from a layer's tokens to their bytes, what is escaped included.
+
+Each step is that of torch's code, which says what it means (`codec.Plan`, `choosing.Chooser`, `escapes.Tails`), for one
+vector after the other. Sums are taken in another order than torch takes them, so that a value within their rounding of
+the edge of two cells, or of two ways of an escape that lose the same, may fall on its other side.
 
 Where numba is not installed, nothing imports this module.
 """
@@ -9,159 +13,444 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numba import float32, int32
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.codecs.base import all_finite
-from kvlab.codecs.klt.codec import Plan
-from kvlab.codecs.klt.grouping import centred
-from kvlab.codecs.klt.reading_numba import digits, values_of
+from kvlab.codecs.klt.bits import LARGEST, VALUE_BITS
+from kvlab.codecs.klt.choosing import HOPE, PATIENCE, SLACK
+from kvlab.codecs.klt.codec import STRIP, Plan
+from kvlab.codecs.klt.fields import COUNT_BITS
+from kvlab.codecs.klt.grouping import parted
+from kvlab.codecs.klt.reading_numba import TileTables, way_of
 from kvlab.codecs.klt.rows import KltRows
-from kvlab.codecs.klt.scales import LOUD, NEAR
-from kvlab.codecs.klt.tiles_numba import compiled
+from kvlab.codecs.klt.scales import ABOUT_SINK, LOUD, NEAR, PLAIN, UPWARD
+from kvlab.codecs.klt.tiles_numba import SCALE_END, TILE, compiled, floats_of
 
-HALF = np.float32(0.5)
-SLACK = 1.02  # more than the chooser's own: what it would look at is looked at
-FEW = 512  # tokens up to which a loop over each is sooner than torch over all: half the time for 1, the same for 512
-NARROW = 1e-4  # of the range that the chooser does not look at, which rounds it otherwise
-
-
-class Digits(NamedTuple):
-    """Where the digits of a token's symbols lie, and what the symbols stand for.
-
-    Parameters
-    ----------
-    symbol, byte : array
-        Which symbol each digit is of, and its byte in the row, int32 [digits].
-    down, mask, up : array
-        The digit is ``(byte >> down & mask) << up`` of its symbol, uint8 [digits].
-    values : array
-        Those of all components (`codecs.klt.trees.Trees`), float32 [all].
-    first : array
-        Where the table of each begins in them, int64 [groups * width].
-    """
-
-    symbol: NDArray
-    byte: NDArray
-    down: NDArray
-    mask: NDArray
-    up: NDArray
-    values: NDArray
-    first: NDArray
+FEW = 24  # tokens from which torch's matrix product is sooner, the matrix made anew for it
+SEVERAL = 8  # tokens from which it is sooner to count all boundaries below their components than to search
+UNTURNED = np.empty((0, 0), np.float32)
 
 
-class QuickRows(KltRows):
-    """The same rows, sooner."""
-
-    def __init__(self, rows: KltRows):
-        self.site, self.plan, self.bytes = rows.site, rows.plan, rows.bytes
-        arrays = (part.numpy() for part in digits(self.plan))
-        self.digits, self.usual = Digits(*arrays, *values_of(self.plan)), usual_of(self.plan)
-        self.counts = ((1 << self.plan.widths.flatten()) - 1).to(torch.uint8).numpy()
-
-    @torch.no_grad()
-    def encode(self, x: Tensor) -> Tensor:
-        """See `pages.rows.Rows`."""
-        plan, x = self.plan, x.float()
-        if x.shape[1] > FEW:
-            return super().encode(x)
-        z = plan._components(centred(x, plan.mean)).contiguous()
-        if not all_finite(z):
-            return super().encode(x)  # which says so
-        count, rows = x.shape[1], plan.rows + plan.groups * plan.escaping
-        own, looked = np.zeros((count, rows), np.uint8), np.zeros(count, np.uint8)
-        symbols(z.numpy(), self.digits, self.counts, plan.escaping, self.usual, own, looked)
-        at = looked.nonzero()[0]
-        if len(at):
-            known = torch.from_numpy(own[at, : plan.rows].T)
-            own[at] = plan.analyse(x[:, torch.from_numpy(at)], self.site, known)[0].T.numpy()
-        out = torch.zeros(count, self.bytes, dtype=torch.uint8)
-        packed(own, self.digits, out.numpy())
-        return out
-
-
-def usual_of(plan: Plan) -> Usual:
-    """Where a plan's usual vectors are; without escapes nothing reads it."""
-    if not plan.escaping:
-        none, nothing = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
-        return Usual(none, none, none, none, nothing, 0.0, 0.0)
-    choose = plan.choose
-    within = (choose.high - choose.low) * NARROW
-    low, high = (part.contiguous().numpy() for part in (choose.low + within, choose.high - within))
-    share, toward = (part[:, 0].contiguous().numpy() for part in (choose.share, choose.toward_sink))
-    return Usual(low, high, share, toward, choose.sink_square[:, 0].contiguous().numpy(), SLACK * NEAR, LOUD / SLACK)
-
-
-class Usual(NamedTuple):
-    """Where vectors are that need no look (`codecs.klt.choosing.Chooser`).
+class Choice(NamedTuple):
+    """What escapes are chosen by (`codecs.klt.choosing.Chooser`, whose memory this is).
 
     Parameters
     ----------
-    low, high : array
-        What no component goes beyond, float32 [groups, width].
+    least, most : array
+        The values at the ends of each component's table, float32 [groups, width].
+    middle, by_reach : array
+        Of the range in which no component is worth a pair, and 2 over its length, float32 [groups, width].
     share, toward : array
-        Weights of squares in a vector's level, and twice those of its products with the second mean, float32 [groups,
-        width].
+        Weights of squares in a vector's level, and of its components in what it has of the second mean [groups, width].
     sink : array
         Level of the second mean itself, float32 [groups].
-    near, loud : float
-        Of its own level, that of a vector from the second mean; and a level: above one and below the other.
+    energy : array
+        Variance of each component in the metric, float32 [groups, width].
+    prices : array
+        Of 0, 1, 2, ... pairs, float32 [groups, room + 1].
+    usual, scale, plain : array
+        Errors of a vector, of the bits of a scale, and of a vector without tables, float32 [groups].
     """
 
-    low: NDArray
-    high: NDArray
+    least: NDArray
+    most: NDArray
+    middle: NDArray
+    by_reach: NDArray
     share: NDArray
     toward: NDArray
     sink: NDArray
-    near: float
-    loud: float
+    energy: NDArray
+    prices: NDArray
+    usual: NDArray
+    scale: NDArray
+    plain: NDArray
+
+
+class QuickRows(KltRows):
+    """The same rows, sooner.
+
+    Parameters
+    ----------
+    rows : KltRows
+        As torch writes them.
+    tables : TileTables, optional
+        Of its plan, where they are made already.
+    """
+
+    def __init__(self, rows: KltRows, tables: TileTables | None = None):
+        self.site, self.plan, self.bytes = rows.site, rows.plan, rows.bytes
+        tables = tables or TileTables(self.plan)
+        self.tables = tables.active, tables.escapes
+        self.way, self.choice = way_of(self.plan, self.plan.forward), choice_of(self.plan)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """See `pages.rows.Rows`."""
+        out = torch.empty(x.shape[1], self.bytes, dtype=torch.uint8)
+        self.write(x, out, np.arange(len(out)), 0)
+        return out
+
+    @torch.no_grad()
+    def write(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        slots: NDArray,
+        first: int,
+        turn: tuple[NDArray, NDArray] = (UNTURNED, UNTURNED),
+        positions: NDArray | None = None,
+    ) -> None:
+        """Code tokens into rows.
+
+        Parameters
+        ----------
+        x : Tensor
+            Tokens [heads, n, head_dim].
+        rows : Tensor
+            uint8 [slots, bytes of a row].
+        slots : array
+            The row of each token, int64 [n].
+        first : int
+            Where its bytes begin there.
+        turn : pair of array
+            Cosines and sines float32 [positions, head_dim] that tokens are turned back by before they are coded.
+        positions : array, optional
+            Of the tokens there, int64 [n].
+
+        Raises
+        ------
+        NonFinite
+            A token holds NaN or infinity, or a component that does not fit float32; none of its strip is written.
+        """
+        plan, positions = self.plan, slots if positions is None else positions
+        for start in range(0, len(slots), STRIP):
+            own = slice(start, min(start + STRIP, len(slots)))
+            flat = x[:, own].transpose(0, 1).float().flatten(1).contiguous().numpy()
+            centred = np.empty((len(flat), plan.groups, plan.width), np.float32)
+            centre(flat, *turn, positions[own], self.way.mean.reshape(-1), centred.reshape(len(flat), -1))
+            z = self._components(centred)
+            if not write(z, centred, self.way, *self.tables, self.choice, rows.numpy(), slots[own], first, self.bytes):
+                vectors = torch.from_numpy(centred).transpose(0, 1)
+                super().encode(parted(vectors + plan.mean, plan.heads))  # which says what is wrong
+
+    def _components(self, centred: NDArray) -> NDArray:
+        """Components float32 [n, groups, width] of vectors without their mean."""
+        if len(centred) >= FEW:
+            vectors = torch.from_numpy(centred).transpose(0, 1)
+            return self.plan._components(vectors).permute(2, 0, 1).contiguous().numpy()
+        z = np.empty_like(centred)
+        components(centred, self.way, z)
+        return z
+
+
+def choice_of(plan: Plan) -> Choice:
+    """What a plan chooses by; without escapes nothing reads it."""
+    if not plan.escaping:
+        none, nothing = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
+        return Choice(*[none] * 6, nothing, none, none, *[nothing] * 3)
+    own = plan.choose
+    wide = own.first, own.last, own.middle[..., 0], own.by_reach[..., 0], own.share[:, 0], own.toward_sink[:, 0]
+    rest = own.sink_square[:, 0], own.energy, own.prices, own.usual, own.price_of_scale, own.expected
+    return Choice(*(part.contiguous().numpy() for part in (*wide, *rest)))
+
+
+# ------------------------------------------------------------------------------------------- tokens to components
 
 
 @compiled
-def _unusual(z, group, token, u):
-    """Whether a vector has to be looked at."""
-    level, toward = np.float32(0), np.float32(0)
-    for at in range(z.shape[1]):
-        own = z[group, at, token]
-        if not (u.low[group, at] <= own <= u.high[group, at]):
-            return True
-        level += u.share[group, at] * own * own
-        toward += u.toward[group, at] * own
-    return not (level - toward + u.sink[group] > u.near * level and level < u.loud)
-
-
-@compiled
-def _place(values, count, value):
-    """How many of the `count` ascending boundaries between a table's values lie below a value."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if value > (values[middle] + values[middle + 1]) * HALF:
-            low = middle + 1
+def centre(x, cos, sin, positions, mean, out):
+    """Tokens [n, heads * head_dim], turned back by their positions and less their mean, into as many."""
+    half = cos.shape[1] // 2
+    for token in range(len(x)):
+        own, to = x[token], out[token]
+        if half:
+            c, s = cos[positions[token]], sin[positions[token]]
+            for first in range(0, len(own), 2 * half):
+                for at in range(half):
+                    a, b, square = own[first + at], own[first + half + at], c[at] * c[at] + s[at] * s[at]
+                    to[first + at] = (a * c[at] + b * s[at]) / square - mean[first + at]
+                    to[first + half + at] = (b * c[at] - a * s[at]) / square - mean[first + half + at]
         else:
-            high = middle
+            for at in range(len(own)):
+                to[at] = own[at] - mean[at]
+
+
+@compiled
+def _product(vectors, group, way, out):
+    """Components of a group's vectors [n, width], into [n, width]."""
+    width = vectors.shape[1]
+    numbers, scaled = np.empty(width, np.float32), np.empty(vectors.shape, np.float32)
+    for token in range(len(vectors)):
+        for at in range(width):
+            scaled[token, at] = vectors[token, at] * way.column[group, at]
+    for component in range(width):
+        floats_of(way.halves[group, component], way.row[group, component], numbers)
+        for token in range(len(vectors)):
+            total = float32(0)
+            for at in range(width):
+                total += numbers[at] * scaled[token, at]
+            out[token, component] = total
+
+
+@compiled
+def components(centred, way, z):
+    """Components of vectors float32 [n, groups, width] without their mean, of the same shape."""
+    for group in range(centred.shape[1]):
+        _product(centred[:, group], group, way, z[:, group])
+
+
+# ------------------------------------------------------------------------------------------- components to bytes
+
+
+@compiled
+def _place(value, values, first, count):
+    """How many of the `count` boundaries, one less than a power of two, of the table at `first` lie below a value."""
+    low, half = 0, (count + 1) >> 1
+    while half:
+        edge = first + low + half
+        if value > (values[edge - 1] + values[edge]) * float32(0.5):
+            low += half
+        half >>= 1
     return low
 
 
 @compiled
-def symbols(z, d, counts, escaping, u, out, looked):
-    """Symbols of vectors z float32 [groups, width, n] into `out` uint8 [n, rows]; 1 in `looked` [n] where not known.
-
-    `d` are the `Digits`, and `counts` the boundaries between the values of each component, uint8 [groups * width].
-    """
-    groups, width, tokens = z.shape
-    for token in range(tokens):
-        for group in range(groups):
-            if escaping and _unusual(z, group, token, u):
-                looked[token] = 1
-            for at in range(width):
-                row = group * width + at
-                out[token, row] = _place(d.values[d.first[row] :], counts[row], z[group, at, token])
+def _first(group, a):
+    """The first active component of a group."""
+    return a.end[group - 1] - 2 * (group - 1) if group else 0
 
 
 @compiled
-def packed(own, d, out):
-    """Bytes of tokens uint8 [n, bytes], zero before, of their symbols uint8 [n, rows]."""
-    for token in range(len(own)):
-        for at in range(len(d.byte)):
-            out[token, d.byte[at]] |= ((own[token, d.symbol[at]] >> d.up[at]) & d.mask[at]) << d.down[at]
+def _symbols(z, group, a, symbols):
+    """Symbols of components z [n, width] of a group, into uint8 [n, width]; those without bits stay.
+
+    Of many, all boundaries are counted that lie below each: a compiler makes vectors of that.
+    """
+    tokens, width = z.shape
+    line, found = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
+    for number in range(_first(group, a), _first(group + 1, a)):
+        count, at, first = 0, a.component[number] - group * width, a.table[number]
+        for digit in range(a.digit[number], a.digit[number + 1]):
+            count |= a.mask[digit] << a.up[digit]
+        if tokens < SEVERAL:
+            for token in range(tokens):
+                symbols[token, at] = _place(z[token, at], a.values, first, count)
+            continue
+        for token in range(tokens):
+            line[token], found[token] = z[token, at], 0
+        for edge in range(first, first + count):
+            boundary = (a.values[edge] + a.values[edge + 1]) * float32(0.5)
+            for token in range(tokens):
+                found[token] += 1 if line[token] > boundary else 0
+        for token in range(tokens):
+            symbols[token, at] = found[token]
+
+
+@compiled
+def _error(z, symbols, group, a, energy):
+    """Squared error of components z by their symbols [width]."""
+    width, error = len(z), float32(0)
+    for at in range(width):
+        if a.place[group * width + at] < 0:
+            apart = z[at] - a.constant[group * width + at]
+            error += apart * apart * energy[at]
+    for number in range(_first(group, a), _first(group + 1, a)):
+        at = a.component[number] - group * width
+        apart = z[at] - a.values[a.table[number] + symbols[at]]
+        error += apart * apart * energy[at]
+    return error
+
+
+@compiled
+def _level(z, share):
+    """The level of components (`codecs.klt.scales`)."""
+    level = float32(0)
+    for at in range(len(z)):
+        level += share[at] * z[at] * z[at]
+    return level
+
+
+@compiled
+def _pairs(z, group, room, c, places):
+    """What a vector loses with pairs worth their price, and how many; their components into int32 [room]."""
+    excess, count, cost = np.zeros(len(places), np.float32), 0, c.usual[group]
+    for at in range(len(z)):
+        if c.least[group, at] <= z[at] <= c.most[group, at]:
+            continue
+        over = z[at] - (c.most[group, at] if z[at] > c.most[group, at] else c.least[group, at])
+        saved = over * over * c.energy[group, at]
+        cost += saved
+        to = min(count, room)
+        count = min(count + 1, room)
+        while to and excess[to - 1] < saved:
+            if to < room:
+                excess[to], places[to] = excess[to - 1], places[to - 1]
+            to -= 1
+        if to < room:
+            excess[to], places[to] = saved, at
+    best, pairs, saved = float32(0), 0, float32(0)
+    for number in range(count):
+        saved += excess[number]
+        if saved - c.prices[group, number + 1] > best:
+            best, pairs = saved - c.prices[group, number + 1], number + 1
+    return cost - best, pairs
+
+
+@compiled
+def _half(value, bits, numbers):
+    """The signed square root in float16, as its bits (`codecs.klt.bits.root_of`); `numbers` is a view of `bits`."""
+    numbers[0] = min(np.sqrt(abs(value)), float32(LARGEST))
+    if numbers[0] < float32(2.0**-14):
+        found = int32(np.rint(numbers[0] * float32(2.0**24)))
+    else:
+        found = ((bits[0] + 0xFFF + ((bits[0] >> 13) & 1)) >> 13) - (112 << 10)
+    return found | (0x8000 if value < 0 else 0)
+
+
+@compiled
+def _put(number, first, count, component, place, symbols):
+    """Put a number of `count` bits, lowest first, where the bits from `first` on lie."""
+    for at in range(count):
+        symbols[component[first + at]] |= ((number >> at) & 1) << place[first + at]
+
+
+@compiled
+def _coefficients(z, group, e, out):
+    """Coefficients of a vector without tables (`codecs.klt.plain`), into [width], and their root mean square."""
+    width, square = len(z), float32(0)
+    weighed = z * e.deviation[group] / float32(e.unit[group])
+    for to in range(width):
+        total = float32(0)
+        for at in range(width):
+            total += weighed[at] * e.turn[to, at]
+        out[to] = total
+        square += total * total
+    return np.sqrt(square / width)
+
+
+@compiled
+def _without_tables(coefficients, size, group, e, places):
+    """Squared error of coefficients that are coded at a size; their places in the tables, into int32 [width]."""
+    error = float32(0)
+    for at in range(len(coefficients)):
+        narrow = 0 if at < e.plain_wide[group] else 1
+        table, even = e.plain_table[group, narrow], coefficients[at] / max(size, float32(1e-30))
+        places[at] = _place(even, table, 0, (1 << e.plain_bits[group, narrow]) - 1)
+        apart = even - table[places[at]]
+        error += apart * apart
+    return error * (size * float32(e.unit[group])) ** 2
+
+
+@compiled
+def _escaped(z, centred, group, way, a, e, c, symbols, tried):
+    """Whether a vector is escaped; then its symbols uint8 [width] say so. `tried` is room, uint8 [1, width]."""
+    width, beyond, level, toward = len(z), 0, float32(0), float32(0)
+    for at in range(width):
+        level += c.share[group, at] * z[at] * z[at]
+        toward += c.toward[group, at] * z[at]
+        beyond += 1 if abs((z[at] - c.middle[group, at]) * c.by_reach[group, at]) > 1 else 0
+    near = level - toward + c.sink[group] < float32(SLACK * NEAR) * level
+    if not (beyond or near or float32(SLACK) * level > float32(LOUD)):
+        return False
+    places, energy = np.empty(max(1, e.room), np.int32), c.energy[group]
+    cost, pairs = _pairs(z, group, e.room, c, places)
+    up = min(max(int(np.rint(2 * np.log2(max(level, float32(1e-30))))), 0), len(UPWARD))
+    number = PLAIN + up if up > 0 and (beyond or level > float32(LOUD)) else -1
+    trial = np.empty((1, 2, width), np.float32)
+    trial[0, 0] = z
+    if near:
+        trial[0, 1] = centred - way.shift[group]
+        _product(trial[:, 1], group, way, trial[:, 0])
+        left = _level(trial[0, 0], c.share[group])
+        down = min(int(np.floor(-0.5 * np.log2(max(left, float32(1e-30))))), len(ABOUT_SINK) - 1)
+        if left < float32(NEAR) * level and down >= 0:
+            number = down
+        else:
+            trial[0, 0] = z
+    if number >= 0:
+        scale, tried[0] = e.scales[number], symbols
+        for at in range(width):
+            trial[0, 0, at] /= scale
+        _symbols(trial[:, 0], group, a, tried)
+        scaled = (_error(trial[0, 0], tried[0], group, a, energy) + c.scale[group]) * (scale * scale)
+        cost = min(_error(z, symbols, group, a, energy), cost)
+        if scaled < cost:
+            cost, symbols[:] = scaled, tried[0]
+        else:
+            number = -1
+    bits, found = np.empty(1, np.int32), np.empty(width, np.int32)
+    numbers, root = bits.view(np.float32), 0
+    hopeful = len(c.plain) and cost > max(float32(HOPE) * level * c.plain[group], float32(PATIENCE) * c.usual[group])
+    if hopeful:
+        coefficients = trial[0, 1]
+        root = _half(_coefficients(z, group, e, coefficients), bits, numbers)
+        hopeful = _without_tables(coefficients, e.halves[root], group, e, found) < cost
+    if hopeful:
+        number = PLAIN
+    elif number < 0 and pairs == 0:
+        return False
+    pairs = 0 if number >= 0 else pairs
+    component, place = e.component[group], e.place[group]
+    for at in range(width):
+        symbols[at] = 0 if hopeful else symbols[at] >> e.lost[group, pairs, at] << e.lost[group, pairs, at]
+    _put(pairs, 0, COUNT_BITS, component, place, symbols)
+    if number >= 0:
+        _put(number, COUNT_BITS, SCALE_END - COUNT_BITS, component, place, symbols)
+    first = 0
+    if hopeful:
+        _put(root, SCALE_END, VALUE_BITS, component, place, symbols)
+        for at in range(width):
+            count = e.plain_bits[group, 0 if at < e.plain_wide[group] else 1]
+            _put(found[at], first, count, e.plain_component[group], e.plain_place[group], symbols)
+            first += count
+    for pair in range(pairs):
+        first = COUNT_BITS + pair * (e.index_bits + VALUE_BITS)
+        _put(places[pair], first, e.index_bits, component, place, symbols)
+        _put(_half(z[places[pair]], bits, numbers), first + e.index_bits, VALUE_BITS, component, place, symbols)
+    return True
+
+
+@compiled
+def write(z, centred, way, a, e, c, rows, slots, first, bytes):
+    """Write vectors as rows.
+
+    Parameters
+    ----------
+    z, centred : array
+        Their components, and themselves less their mean, float32 [n, groups, width].
+    way, a, e, c : Way, Active, Escapes, Choice
+        Of the layer.
+    rows, slots, first
+        See `QuickRows.write`.
+    bytes : int
+        Of a token.
+
+    Returns
+    -------
+    bool
+        Whether it was done; nothing was where a component is not finite.
+    """
+    wrong, numbers = 0, z.reshape(-1)
+    for at in range(len(numbers)):
+        wrong += 0 if abs(numbers[at]) < np.inf else 1
+    if wrong:
+        return False
+    groups, width = z.shape[1], z.shape[2]
+    tried = np.empty((1, width), np.uint8)
+    for start in range(0, len(z), TILE):
+        count = min(TILE, len(z) - start)
+        symbols = np.zeros((count, groups, width), np.uint8)
+        for group in range(groups):
+            _symbols(z[start : start + count, group], group, a, symbols[:, group])
+        for token in range(count):
+            row, flat = rows[slots[start + token], first : first + bytes], symbols[token].reshape(-1)
+            row[:] = 0
+            for group in range(groups):
+                vectors = z[start + token, group], centred[start + token, group]
+                if e.there and _escaped(*vectors, group, way, a, e, c, symbols[token, group], tried):
+                    row[e.flag_byte[group]] |= 1 << e.flag_down[group]
+            for number in range(len(a.component)):
+                symbol = flat[a.component[number]]
+                for digit in range(a.digit[number], a.digit[number + 1]):
+                    row[a.byte[digit]] |= ((symbol >> a.up[digit]) & a.mask[digit]) << a.down[digit]
+    return True

@@ -365,6 +365,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _int("evidence_ends", "paired", "top1_agreement", "n", 16),
     _int("quality_family", "family", "tested", 10 * TESTED),
     _int("evidence_other_family", "family", "tested", 1),
+    _int("evidence_counts", "observed", "fires", FIRES - 1),
     _int("evidence_apart", "observed", "bits", 2),
     _int("evidence_apart", "observed", "span", "window"),
     _of("rows", "fp8", EVIDENCE, 1)("evidence_apart", "observed", "kv_bytes", VALUES // 4),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 from kvlab.core.recipe import IDENTITY
@@ -12,7 +14,8 @@ from kvlab.gate.evidence.measures import carried, change_of, measured, rate_of
 from kvlab_pipeline.gate_page.audit import published_rules
 
 MODEL = "reference"
-TOKENS, VALUES, FIRES, ITEMS = 4096, 2**20, 96, 400
+TOKENS, ITEMS = 4096, 400
+VALUES, FIRES = 256 * TOKENS * ITEMS, 96 * ITEMS
 BACKEND = "kvlab.cache.pages.backend.PagesImpl"
 POOL = {
     "block_tokens": 128,
@@ -39,6 +42,12 @@ def valid_case() -> dict[str, Any]:
         files; ``rows``, objects by a name, each with its evidence; ``current``, what is current now. Every row passes
         the published rules too.
     """
+    return copy.deepcopy(_made())
+
+
+@cache
+def _made() -> dict[str, Any]:
+    """The case; its intervals are drawn once, since every corruption begins with a case of its own."""
     return {
         "config": _config(),
         "environment": {"MECHANISM": "speculative_decoding", "MECHANISM_VARIANT": "mtp", "DRAFT_MODEL_ID": "draft"}

@@ -33,7 +33,7 @@ from kvlab.measure.variant import CodecVariant
 from kvlab.measure.windows import Window, windows_of
 from kvlab_pipeline.jobs.measure import Findings, Lab, Probes, run
 from kvlab_pipeline.jobs.plan import baseline_runs
-from kvlab_pipeline.studies.baseline.truth import TRUTH, own_jitter, peer_of
+from kvlab_pipeline.studies.baseline.truth import TRUTH, own_jitter, peer_of, trial_windows
 
 REFERENCE = Which.of(*TRUTH)
 JITTER = 2.0**-22  # relative; the float32 engines' captures of one model differ by about this much
@@ -235,7 +235,7 @@ def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: M
         shared["origin"] = params.calibration.origin
         return Cell(label=what, engine=name, protocol=protocol, layers=layers, recipe=recipe, **shared)
 
-    found, here, there, many = [], memos.get(which), memos.get(REFERENCE), params.baseline.windows
+    found, here, there, many = [], memos.get(which), memos.get(REFERENCE), trial_windows(params)
     everything = tuple(range(params.model.n_layers))
     for protocol in params.protocols:
         hf, other = (cell("identity", protocol, name, IDENTITY, everything) for name in (REFERENCE.name, which.name))

@@ -12,7 +12,7 @@ from kvlab.core.params import Params
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.equivalence import State, all_of, below_one, windows_below_one, windows_within, within
 from kvlab_pipeline.jobs.plan import baseline_runs
-from kvlab_pipeline.studies.baseline.truth import own_jitter, peer_of
+from kvlab_pipeline.studies.baseline.truth import own_jitter, peer_of, trial_windows
 from kvlab_pipeline.studies.baselines import LEVELS, corner_cell
 from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import comparable
@@ -143,7 +143,8 @@ def codec_agreement(
     """The codec in float32 on both engines: KL between them, each one's own KL, their difference; and its tests."""
     cells = [corner_cell(params, results, engine=e, protocol=protocol, dtype="float32") for e in LEVELS["engine"]]
     comparable(cells, {"engine"})
-    many = params.baseline.windows if params.baseline.jitters else None
+    shared = trial_windows(params)  # on which the runs were compared
+    many = shared if params.baseline.jitters else None
     columns = [measured.column("kl", many) for measured in cells]
     numbers = range(1, params.baseline.jitters + 1)
     again = [
@@ -154,7 +155,7 @@ def codec_agreement(
     relative = boot.combine(list(chain(*own_costs)), lambda m: relative_mean(m, len(numbers) + 1))
     either = replace(boot, confidence=(1 + boot.confidence) / 2)  # one of two bounds suffices: half the error each
     beyond_jitter = either.combine(apart, lambda m: m[..., 0] - JITTER_MULTIPLE * m[..., 1])
-    own = cells[0].column("kl", params.baseline.windows)  # on the windows on which the runs were compared
+    own = cells[0].column("kl", shared)
     beyond_band = either.combine([apart[0], own], lambda m: m[..., 0] - AGREEMENT_CODEC * m[..., 1])
     cross = boot.mean(apart[0])
     entry = {

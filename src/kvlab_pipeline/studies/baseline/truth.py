@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvlab.core.params import Params
 from kvlab.core.recipe import ENGINES
 
 TRUTH = ("hf", "float32", ENGINES["hf"].attention)
@@ -31,6 +32,11 @@ def peer_of(runs: Mapping[str, tuple[str, str, str]], run: str) -> str | None:
     if engine == TRUTH[0] or dtype == TRUTH[1]:
         return None
     return next((name for name, made in runs.items() if made == (TRUTH[0], dtype, TRUTH[2])), None)
+
+
+def trial_windows(params: Params) -> int:
+    """Scored windows on which both engines run the same codec in float32: as far as the factorial has them there."""
+    return min(params.baseline.windows, params.gap.windows_in("float32", params))
 
 
 def own_jitter(engine: str, number: int) -> str:

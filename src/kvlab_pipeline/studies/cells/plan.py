@@ -86,11 +86,12 @@ def _identity(params: Params, entry: CellSettings, engine: str, protocol: str) -
 def _cell(
     params: Params, entry: CellSettings, engine: str, protocol: str, label: str, layers: tuple[int, ...], recipe: Recipe
 ) -> Cell:
+    dtype = entry.dtype or params.gap.dtype
     return Cell(
         study="cells",
         label=label,
         engine=engine,
-        dtype=entry.dtype or params.gap.dtype,
+        dtype=dtype,
         attention=entry.attention,
         protocol=protocol,
         placement=entry.placement,
@@ -98,6 +99,6 @@ def _cell(
         origin=entry.origin or params.calibration.origin,
         stream=entry.stream,
         layers=layers,
-        windows=params.windows.test,
+        windows=params.gap.windows_in(dtype, params),
         recipe=recipe,
     )

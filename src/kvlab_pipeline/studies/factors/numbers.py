@@ -68,8 +68,12 @@ def from_windows(given: dict) -> list[Column]:
 
 
 def factors_entry(params: Params, results: Results, boot: Bootstrap) -> dict:
-    """Between the corner with every factor low and the one with every factor high: the full factorial."""
-    return decomposition(params, results, boot, gap_levels(params))
+    """Between the corner with every factor low and the one with every factor high: the full factorial.
+
+    Over the windows that all dtypes have.
+    """
+    shared = min(params.gap.windows_in(dtype, params) for dtype in params.gap.dtypes)
+    return decomposition(params, results, boot, gap_levels(params), shared)
 
 
 def gap_levels(params: Params) -> dict[str, list]:
@@ -82,17 +86,20 @@ def gap_levels(params: Params) -> dict[str, list]:
     return levels | {name: list(dict.fromkeys(values)) for name, values in listed.items()}
 
 
-def decomposition(params: Params, results: Results, boot: Bootstrap, levels: dict[str, list]) -> dict:
+def decomposition(
+    params: Params, results: Results, boot: Bootstrap, levels: dict[str, list], windows: int | None = None
+) -> dict:
     """The gap between the low and the high corner, divided among the factors by Shapley value.
 
     A factor with one level (one engine measured, one protocol, equal ratios) is no factor; the corners
-    still name it. KL is not net of the floor here: each corner carries its engine's.
+    still name it. KL is not net of the floor here: each corner carries its engine's. `windows` are the first ones that
+    count, all if not given.
     """
     factors, corners, cells = factorial(params, results, levels)
-    comparable(cells, set(factors))
+    comparable(cells, {*factors, "windows"} if windows else set(factors))
     measures = {}
     for quantity in QUANTITIES:
-        columns = [cell.column(quantity) for cell in cells]
+        columns = [cell.column(quantity, windows) for cell in cells]
         measures[quantity] = decompose(boot, columns, factors, corners)
     return {
         "factors": factors,

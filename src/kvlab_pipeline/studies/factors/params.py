@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvlab.core.params import Params, Section, captured
+from kvlab.core.params import Params, Section, at_most, captured
 from kvlab.core.recipe import DType, Engine
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
@@ -18,7 +18,7 @@ class GapSection(Section):
 
     key = "gap"
     told = "the factors of the decomposition"
-    takes = ("calibration",)
+    takes = ("calibration", "windows")
 
     variance_ratios: tuple[Ratio, Ratio] = Field(
         default=(1.0, 0.95), description="levels of the factor `variance_ratio`"
@@ -35,10 +35,21 @@ class GapSection(Section):
     dtype: DType = Field(
         default="bfloat16", description="of the published corners, and of the cells; default: the last of gap.dtypes"
     )
+    other_windows: int | None = Field(
+        default=None,
+        ge=2,
+        description="scored windows of the corners in any dtype but `dtype`, and of the engines' agreement with a"
+        " codec; at most, and if not given, windows.test",
+    )
 
     def fitted(self, params: Params) -> GapSection:
-        """Origins that are captured, and a dtype among the levels."""
-        return self.unsaid(origins=tuple(dict.fromkeys(params.calibration.engines)), dtype=self.dtypes[-1])
+        """Origins that are captured, a dtype among the levels, and in the others as many windows as there are."""
+        found = self.unsaid(origins=tuple(dict.fromkeys(params.calibration.engines)), dtype=self.dtypes[-1])
+        return found.unsaid(other_windows=params.windows.test)
+
+    def windows_in(self, dtype: DType, params: Params) -> int:
+        """Scored windows of what is measured in a dtype."""
+        return params.windows.test if dtype == self.dtype else self.other_windows
 
     def problems(self, params: Params) -> Iterator[str]:
         """A dtype that is no level, origins that are not captured, and engines that cannot be compared."""
@@ -47,5 +58,7 @@ class GapSection(Section):
             yield f"gap.dtype is {self.dtype!r}; it must be one of gap.dtypes: {given}"
         if len(set(params.engines)) > 1 and "float32" not in self.dtypes:
             yield f"gap.dtypes is {given}; engines are compared in 'float32': add it, or run one engine"
+        if self.other_windows is not None:
+            yield from at_most("gap.other_windows", self.other_windows, "windows.test", params.windows.test)
         for number, origin in enumerate(self.origins):
             yield from captured(f"gap.origins.{number}", origin, params)

@@ -17,17 +17,16 @@ import torch
 
 from kvlab.attention.latent_svd import LatentMoments
 from kvlab.attention.named import mechanism
-from kvlab.cache.hf.expected_fires import Counts
+from kvlab.cache.hf.expected_fires import Counts as CacheCounts
 from kvlab.calibration.load import FittedFiles
 from kvlab.core.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
 from kvlab.core.model import ModelInfo, load_tokenizer, resolve
 from kvlab.core.params import Params
 from kvlab.core.recipe import Cell
-from kvlab.core.records import Coding
 from kvlab.core.testimony import Pool, Testimony
 from kvlab.engines import capability
 from kvlab.measure.cache_codecs import coder_of
-from kvlab.measure.coding import Coder, Tally
+from kvlab.measure.coding import Tally
 from kvlab.measure.engines import Which, device
 from kvlab.measure.latent import CALIBRATING, moments_of
 from kvlab.measure.mechanism import ReducedCache, SparseReading, numbers_beside, refuse_needless
@@ -37,7 +36,7 @@ from kvlab.measure.windows import Window, windows_of
 from kvlab.measure.witnessing import WitnessSubject, witnessed_mean_of
 from kvlab.text import needles, ruler
 from kvlab_pipeline.jobs.measure import Findings, Lab, Probes, calibrated_for, run
-from kvlab_pipeline.studies.mechanisms.cached import Cached
+from kvlab_pipeline.studies.mechanisms.cached import Cached, request_of
 from kvlab_pipeline.studies.mechanisms.items import VERSIONS, retrievals, tasks
 from kvlab_pipeline.studies.mechanisms.plan import (
     BASELINE,
@@ -54,6 +53,8 @@ from kvlab_pipeline.studies.mechanisms.records import (
     COUNTED,
     SCORES,
     EvalRun,
+    Length,
+    LengthCounts,
     MechanismRow,
     MechanismsRecord,
     Missing,
@@ -276,7 +277,7 @@ class MechanismsPart:
             scope=planned.scope,
             bits=planned.bits,
             protocol=planned.protocol(self.protocols),
-            span=planned.span,
+            span=planned.span(self.protocols),
             recipe_id=planned.recipe_id,
             kv_cache_dtype=storage.dtype,
             cache_class=storage.cache,
@@ -298,39 +299,50 @@ class MechanismsPart:
 
     def _eval_run(self, planned: PlannedVariant, name: str, found: list[tuple[Window, Found]]) -> EvalRun:
         """What ran while an eval was scored; refused when a codec did not fire as often as it should have."""
-        info, items = self.lab.info, len(found)
         own = max(item.length for item in self.texts.items if item.task == TASKS[name]) if name in TASKS else None
-        which = {"quality_eval_id": name, "version": VERSIONS[name], "items": items, "context": own}
-        if planned.paged:
-            return EvalRun(**which, **paged_counts(found, info))
-        if planned.cached:
-            return EvalRun(**which, **{key: sum(one.note[key] for _, one in found) for key in Counts._fields})
-        if planned.pattern:
-            itemsize = storage_of(found[0][1].note).itemsize
-            return EvalRun(**which, **read_counts(planned.pattern, found, info, itemsize))
-        if planned.cell is None:
-            values = sum(window.context for window, _ in found) * info.values_per_token
-            held = values * storage_of(found[0][1].note).itemsize
-            return EvalRun(**which, fires=0, expected_fires=0, kv_bytes=held, kv_values=values)
-        coder = self.by_eval[planned.label, name].coder
-        lengths = dict.fromkeys(stored(planned, window) for window, _ in found)
-        codings = [self._coding(planned, coder, tokens, found) for tokens in lengths]
-        held = sum(coding.coded_bytes + coding.raw_bytes for coding in codings)
-        return EvalRun(
-            **which,
-            fires=sum(coding.fires for coding in codings),
-            expected_fires=sum(coding.expected_fires for coding in codings),
-            kv_bytes=held,
-            kv_values=sum(coding.values for coding in codings),
-            read_bytes=held if planned.kept else None,  # a step reads all that is kept
-        )
+        alike: dict[Length, list[tuple[Window, Found]]] = {}
+        for window, one in found:
+            alike.setdefault(self.length(planned, window), []).append((window, one))
+        lengths = [
+            LengthCounts(**length._asdict(), items=len(some), **self._counts(planned, name, length.tokens, some))
+            for length, some in sorted(alike.items())
+        ]
+        return EvalRun.of(lengths, quality_eval_id=name, version=VERSIONS[name], context=own)
 
-    def _coding(self, planned: PlannedVariant, coder: Coder, tokens: int, found: list[tuple[Window, Found]]) -> Coding:
-        """What ran on the windows of which so many tokens are stored."""
-        notes = [one.note["tally"] for window, one in found if stored(planned, window) == tokens]
-        coder.cell = planned.cell.model_copy(update={"windows": len(notes)})
-        coder.tally = Tally.total(notes)
-        return coder.coding(self.lab.info, tokens, self.plain.dtype)
+    def _counts(
+        self, planned: PlannedVariant, name: str, tokens: int, found: list[tuple[Window, Found]]
+    ) -> dict[str, int | None]:
+        """What ran on the windows of which so many tokens are stored, as fields of `Counts`."""
+        info = self.lab.info
+        if planned.paged:
+            return paged_counts(found, info)
+        if planned.cached:
+            return {key: sum(one.note[key] for _, one in found) for key in CacheCounts._fields}
+        if planned.pattern:
+            return read_counts(planned.pattern, found, info, storage_of(found[0][1].note).itemsize)
+        if planned.cell is None:
+            values = tokens * len(found) * info.values_per_token
+            held = values * storage_of(found[0][1].note).itemsize
+            return {"fires": 0, "expected_fires": 0, "kv_bytes": held, "kv_values": values}
+        coder = self.by_eval[planned.label, name].coder
+        coder.cell = planned.cell.model_copy(update={"windows": len(found)})
+        coder.tally = Tally.total([one.note["tally"] for _, one in found])
+        coding = coder.coding(info, tokens, self.plain.dtype)
+        held = coding.coded_bytes + coding.raw_bytes
+        return {
+            "fires": coding.fires,
+            "expected_fires": coding.expected_fires,
+            "kv_bytes": held,
+            "kv_values": coding.values,
+            "read_bytes": held if planned.kept else None,  # a step reads all that is kept
+        }
+
+    def length(self, planned: PlannedVariant, window: Window) -> Length:
+        """What a variant stores of a window; the Cache stores no more of one than is asked."""
+        if planned.cached:
+            calls = (window.context, *map(len, request_of(window, self.lab.params.mechanisms.cached_tokens).calls))
+            return Length(sum(calls), len(calls))
+        return Length(window.context if planned.span(self.protocols) == "context" else len(window.ids), 1)
 
 
 def paged_counts(found: list[tuple[Window, Found]], info: ModelInfo) -> dict[str, int]:
@@ -356,11 +368,6 @@ def read_counts(pattern: str, found: list[tuple[Window, Found]], info: ModelInfo
         "kv_values": values,
         "read_bytes": ceil(sum(one.note["read"] for _, one in found)),
     }
-
-
-def stored(planned: PlannedVariant, window: Window) -> int:
-    """Tokens of a window that a variant stores."""
-    return window.context if planned.span == "context" else len(window.ids)
 
 
 def seconds(found: list[tuple[Window, Found]], plain: list[tuple[Window, Found]]) -> list[Seconds]:

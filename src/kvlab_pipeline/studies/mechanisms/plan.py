@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvlab.attention.named import EVICTIONS
-from kvlab.codecs.catalogue import KEPT_WHOLE, rates
+from kvlab.codecs.block.studied import studied_recipe
+from kvlab.codecs.catalogue import KEPT_WHOLE, codec_modules, rates
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.params import Params
 from kvlab.core.recipe import ENGINES, IDENTITY, SPAN_OF, Cell, Recipe, digest
@@ -93,10 +94,9 @@ class PlannedVariant(NamedTuple):
             return digest({"pattern": self.pattern or self.kept})
         return (self.cell.recipe if self.cell else IDENTITY).recipe_id
 
-    @property
-    def span(self) -> str:
-        """Which tokens are stored otherwise than the engine does."""
-        return "window" if self.cache_dtype or self.cached else self.cell.span if self.cell else "context"
+    def span(self, known: Sequence[str]) -> str:
+        """Which tokens are counted: those that its protocol stores, and of a pattern the contexts, which it reads."""
+        return "context" if self.pattern else SPAN_OF[self.protocol(known)]
 
     def protocol(self, known: Sequence[str]) -> str:
         """When K and V are coded; where nothing is done to them all protocols are one: a snapshot if it is `known`.
@@ -212,3 +212,19 @@ def scored_items(items: Mapping[str, int], engine: str, protocol: str) -> dict[s
 def cells(params: Params, engine: str) -> list[Cell]:
     """The cells of the codecs on one engine."""
     return [variant.cell for variant in variants(params, engine) if variant.codec]
+
+
+def recipes(params: Params) -> list[Recipe]:
+    """What is coded by on all engines, and what runs beside it: the identity, the canary's block codec."""
+    coded = [cell.recipe for engine in params.engines for cell in cells(params, engine)]
+    return [IDENTITY, studied_recipe(params), *coded]
+
+
+def modules(params: Params) -> list[str]:
+    """The code that measures the rows of all engines, with what it loads by name; their `code` is its digest."""
+    return [
+        "kvlab_pipeline.studies.mechanisms.measure",
+        *(["kvlab.measure.paged"] if params.mechanisms.pages else []),
+        *(f"kvlab.engines.{engine}.engine" for engine in sorted(params.engines)),
+        *codec_modules(recipes(params)),
+    ]

@@ -6,8 +6,10 @@ A job leaves ``<engine>.parquet``, one row per (variant, eval, metric, item), an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import polars as pl
 
@@ -15,6 +17,7 @@ from kvlab.core.errors import Fault, StaleResult, StorageError, WitnessDisagrees
 from kvlab.core.records import Provenance, file_hash, finite, forget, write_json, write_table
 from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Pool, Served, Testimony
+from kvlab.gate.counts import LEAST
 from kvlab_pipeline.studies.mechanisms.plan import SERVED
 from kvlab_pipeline.studies.record import read_record
 
@@ -34,27 +37,60 @@ SCORES = pl.Schema(
 
 
 ROUNDED = 1e-9  # relative, of what is computed twice from the same numbers
-LEAST = 0.98  # of a codec's bits per value: allocations meet them on average
 COUNTED = ("fires", "expected_fires", "kv_bytes", "kv_values", "read_bytes")
 
 
-class EvalRun(Frozen):
-    """What was observed while one version of an eval ran: how often the codec fired, and what the cache then held.
+class Counts(Frozen):
+    """What was observed of some items: how often the codec fired, and what the cache then held.
 
     `kv_bytes` counts every stored byte, `kv_values` the K and V elements that they stand for. Where no codec ran both
-    numbers of fires are 0. `context` is the length that an eval with texts of its own speaks for, None of one whose
-    contexts are the windows'. `read_bytes` is what a step read of all contexts, where attention read by a pattern.
+    numbers of fires are 0. `read_bytes` is what a step read of all contexts, where attention read by a pattern.
     """
 
-    quality_eval_id: str
-    version: str
     items: int
     fires: int
     expected_fires: int
     kv_bytes: int
     kv_values: int
-    context: int | None = None
     read_bytes: int | None = None
+
+
+class Length(NamedTuple):
+    """Tokens of an item that are stored, and in how many calls of the model."""
+
+    tokens: int
+    calls: int
+
+
+class LengthCounts(Counts):
+    """The same of those items of which so many `tokens` were stored, in so many `calls` of the model."""
+
+    tokens: int
+    calls: int = 1
+
+    @property
+    def length(self) -> Length:
+        """What its items are alike in."""
+        return Length(self.tokens, self.calls)
+
+
+class EvalRun(Counts):
+    """What was observed while one version of an eval ran, and of that the part of the items of each length.
+
+    `context` is the length that an eval with texts of its own speaks for, None of one whose contexts are the windows'.
+    """
+
+    quality_eval_id: str
+    version: str
+    context: int | None = None
+    lengths: tuple[LengthCounts, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[LengthCounts], **named) -> EvalRun:
+        """What the parts amount to."""
+        told = {name: [getattr(one, name) for one in lengths] for name in ("items", *COUNTED)}
+        counted = {name: None if None in some else sum(some) for name, some in told.items()}
+        return cls(**named, **counted, lengths=lengths)
 
 
 class MechanismRow(Frozen):
@@ -184,12 +220,21 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
     Raises
     ------
     Fault
-        A throughput is not that of the row's seconds, counts are not those of its first eval, fewer bits are stored
-        than the codec's own, or other bytes than those of the engine's pages.
+        A throughput is not that of the row's seconds, counts are not those of its first eval, rows count other values
+        of a token, or see `refuse_miscounted`.
     WitnessDisagrees
         Codecs ran and no witness computed any of them again, or it saw another number of tensors reach attention.
     """
+    due = None  # K and V elements of a token
     for row in record.rows:
+        for one in (one for run in row.evals for one in run.lengths):
+            due = due or one.kv_values / (one.items * one.tokens)
+            if one.kv_values != due * one.items * one.tokens:
+                raise Fault(
+                    f"{path}: {row.label} counts {one.kv_values / one.items:g} values of {one.tokens} tokens, of which"
+                    f" the first row has {due:g} each",
+                    code="fault.values",
+                )
         throughput = (record.context + record.eval) / median(row.seconds) if row.seconds else None
         if throughput and abs((row.throughput_tok_s or 0) - throughput) > ROUNDED * throughput:
             raise Fault(
@@ -209,20 +254,7 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
         if (row.pattern or row.protocol == SERVED) and row.fires and row.witnessed_kl is None:
             raise WitnessDisagrees(f"{path}: no witness computed {row.label} again; measure again", code="witness.none")
         for run in row.evals:
-            stored = 8 * run.kv_bytes / run.kv_values
-            paged = run.kv_bytes - run.items * row.pool.exact_bytes if row.pool else 0
-            if row.pool and paged * row.pool.block_values != run.kv_values * row.pool.block_bytes:
-                raise Fault(
-                    f"{path}: {row.label} stores {stored:.4g} bits a value in {run.quality_eval_id}; the engine's pages"
-                    f" take {8 * row.pool.block_bytes / row.pool.block_values:.4g}",
-                    code="fault.page-bytes",
-                )
-            if run.fires != run.expected_fires or (row.bits and stored < LEAST * row.bits):
-                raise Fault(
-                    f"{path}: {row.label} stores {stored:.3g} bits a value in {run.quality_eval_id}, after {run.fires}"
-                    f" of {run.expected_fires} fires; its codes alone take {row.bits}",
-                    code="fault.too-few-bits",
-                )
+            refuse_miscounted(record, row, run, path)
     beside = [row for row in record.rows if row.codec and not row.served and row.protocol != SERVED]
     if beside and not record.witnessed:
         raise WitnessDisagrees(
@@ -231,4 +263,41 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
     if any(one.effects != one.expected_effects for one in record.witnessed):
         raise WitnessDisagrees(
             f"{path}: not all that its codecs answered reached attention; measure again", code="witness.other-numbers"
+        )
+
+
+def refuse_miscounted(record: MechanismsRecord, row: MechanismRow, run: EvalRun, path: Path) -> None:
+    """What an eval counts, length by length of its items.
+
+    Raises
+    ------
+    Fault
+        All is not the sum of its lengths, whose tokens are not those of the row's span; a codec was idle, or fewer bits
+        are stored than its own; or other bytes than those of the engine's pages and of each request's exact tokens.
+    """
+    where, named = f"{path}: {row.label} in {run.quality_eval_id}", ("quality_eval_id", "version", "context")
+    if run != EvalRun.of(run.lengths, **{name: getattr(run, name) for name in named}):
+        raise Fault(f"{where} counts other items, fires or bytes than its lengths together", code="fault.counts")
+    own = run.context is not None  # texts of their own length
+    if not own and any((one.tokens > record.context) != (row.span == "window") for one in run.lengths):
+        found = ", ".join(str(one.tokens) for one in run.lengths)
+        raise Fault(
+            f"{where} counts items of {found} tokens, and stores the {row.span} after contexts of {record.context}",
+            code="fault.span",
+        )
+    for one in run.lengths:
+        stored = 8 * one.kv_bytes / one.kv_values
+        paged = one.kv_bytes - one.items * row.pool.exact_bytes if row.pool else 0
+        if row.pool and paged * row.pool.block_values != one.kv_values * row.pool.block_bytes:
+            raise Fault(
+                f"{where} stores {stored:.4g} bits a value of {one.tokens} tokens; the engine's pages take"
+                f" {8 * row.pool.block_bytes / row.pool.block_values:.4g}, and {row.pool.exact_bytes} bytes a request",
+                code="fault.page-bytes",
+            )
+    stored = 8 * run.kv_bytes / run.kv_values  # of all items: one that says little may take less
+    if any(one.fires != one.expected_fires for one in run.lengths) or (row.bits and stored < LEAST * row.bits):
+        raise Fault(
+            f"{where} stores {stored:.3g} bits a value, after {run.fires} of {run.expected_fires} fires; its codes"
+            f" alone take {row.bits}",
+            code="fault.too-few-bits",
         )
