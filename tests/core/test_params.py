@@ -615,7 +615,7 @@ def test_a_resolved_document_means_the_same_and_keeps_what_fits_every_model(fold
 
 
 SMALLER = {
-    "windows.test": [2, 3, 8],
+    "windows.test": [8, 9],
     "windows.other": [2, 8],
     "windows.calib": [2],
     "windows.context": [8, 128],

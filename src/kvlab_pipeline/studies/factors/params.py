@@ -18,7 +18,7 @@ class GapSection(Section):
 
     key = "gap"
     told = "the factors of the decomposition"
-    takes = ("calibration", "windows")
+    takes = ("calibration",)
 
     variance_ratios: tuple[Ratio, Ratio] = Field(
         default=(1.0, 0.95), description="levels of the factor `variance_ratio`"
@@ -39,17 +39,17 @@ class GapSection(Section):
         default=None,
         ge=2,
         description="scored windows of the corners in any dtype but `dtype`, and of the engines' agreement with a"
-        " codec; at most, and if not given, windows.test",
+        " codec; at most, and where null, windows.test",
     )
 
     def fitted(self, params: Params) -> GapSection:
-        """Origins that are captured, a dtype among the levels, and in the others as many windows as there are."""
-        found = self.unsaid(origins=tuple(dict.fromkeys(params.calibration.engines)), dtype=self.dtypes[-1])
-        return found.unsaid(other_windows=params.windows.test)
+        """Origins that are captured, and a dtype among the levels."""
+        return self.unsaid(origins=tuple(dict.fromkeys(params.calibration.engines)), dtype=self.dtypes[-1])
 
     def windows_in(self, dtype: DType, params: Params) -> int:
         """Scored windows of what is measured in a dtype."""
-        return params.windows.test if dtype == self.dtype else self.other_windows
+        every = dtype == self.dtype or self.other_windows is None
+        return params.windows.test if every else self.other_windows
 
     def problems(self, params: Params) -> Iterator[str]:
         """A dtype that is no level, origins that are not captured, and engines that cannot be compared."""
