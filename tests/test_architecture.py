@@ -210,3 +210,14 @@ def test_params_load_nothing_that_takes_time():
 def test_assert_is_for_tests():
     guilty = [name for name, tree in modules().items() if any(isinstance(node, ast.Assert) for node in ast.walk(tree))]
     assert guilty == []
+
+
+def test_a_class_name_means_one_thing():
+    where: dict[str, list[str]] = {}
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(str(path.relative_to(SRC)))
+    twice = {name: sorted(paths) for name, paths in where.items() if len(paths) > 1}
+    own = twice.pop("Fit", [])  # what a codec fits by itself, by this name in each one's `codec.py`
+    assert twice == {} and all(path.startswith("kvlab/codecs/") and path.endswith("/codec.py") for path in own), twice

@@ -15,7 +15,7 @@ ORIGIN = "origin.json"
 SHA256 = "^[0-9a-f]{64}$"
 
 
-class Part(Frozen):
+class GgufPart(Frozen):
     """A part of a GGUF file: a file of a wheel, which is known by its hash."""
 
     distribution: str
@@ -28,7 +28,7 @@ class Gguf(Frozen):
     """A GGUF file: its hash, and the parts that it is put together from, in order."""
 
     sha256: str = Field(pattern=SHA256)
-    parts: list[Part] = Field(min_length=1)
+    parts: list[GgufPart] = Field(min_length=1)
 
     @property
     def wheel_files(self) -> list[WheelFile]:

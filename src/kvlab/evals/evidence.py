@@ -38,7 +38,7 @@ class Declared(NamedTuple):
 class HarnessRun(NamedTuple):
     """One run of an eval: on what, what was seen of the variant's cache, how fast it wrote.
 
-    `identity` holds what both sides share: all fields of `kvlab.gate.evidence.Identity` but `recipe_id`.
+    `identity` holds what both sides share: all fields of `kvlab.gate.evidence.record.EvidenceIdentity` but `recipe_id`.
     """
 
     entry: Eval

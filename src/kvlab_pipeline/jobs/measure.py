@@ -304,7 +304,7 @@ def measure(
     ----------
     fitted : dict of str to FittedFiles
         The calibrations by origin; empty where no codec needs one.
-    choice : kvlab_pipeline.studies.mitigations.plan.Choice, optional
+    choice : kvlab_pipeline.studies.mitigations.plan.LayerChoice, optional
         What the mitigations are planned from.
     folder : Path, optional
         See `Lab.open`.

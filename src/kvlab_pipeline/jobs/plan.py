@@ -53,7 +53,7 @@ def study_cells(params: Params, study: str, engine: str, choice: Frozen | None =
 
     Parameters
     ----------
-    choice : kvlab_pipeline.studies.mitigations.plan.Choice, optional
+    choice : kvlab_pipeline.studies.mitigations.plan.LayerChoice, optional
         Which layers the calibration split speaks for; the mitigations cannot be planned without.
 
     Raises
@@ -150,7 +150,7 @@ def fittings(params: Params, origin: str) -> list[Fitting]:
 def mitigated_recipes(params: Params) -> list:
     """Every recipe that an arm of the mitigations may run, whatever is chosen."""
     plan = import_module(module(CHOSEN))
-    arms = plan.arms(params, plan.Choice.none().model_copy(update={"hot": (0,)}))
+    arms = plan.arms(params, plan.LayerChoice.none().model_copy(update={"hot": (0,)}))
     return [recipe for arm in arms for recipe in (arm.recipe, *(special.recipe for special in arm.exceptions))]
 
 

@@ -42,11 +42,11 @@ from kvlab_pipeline.studies.checks import (
     refuse_wrong_bytes,
 )
 from kvlab_pipeline.studies.measured import Measured, Results
-from kvlab_pipeline.studies.mitigations.plan import Choice
+from kvlab_pipeline.studies.mitigations.plan import LayerChoice
 
 
 def gather(
-    params: Params, baseline_paths: Sequence[Path], job_paths: Sequence[Path], choice: Choice | None = None
+    params: Params, baseline_paths: Sequence[Path], job_paths: Sequence[Path], choice: LayerChoice | None = None
 ) -> Results:
     """Read all jobs and baseline runs, or refuse them; `choice` is what the mitigations were planned from.
 
@@ -90,7 +90,7 @@ def whole(
     return Results(tuple(cells), runs, run_tokens, provenance)
 
 
-def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = None) -> list[Measured]:
+def read_cells(params: Params, paths: Sequence[Path], choice: LayerChoice | None = None) -> list[Measured]:
     """Every planned cell exactly once, in the plan's order."""
     planned = {
         cell.cell_id: (study, job, cell)

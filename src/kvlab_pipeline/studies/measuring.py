@@ -36,7 +36,7 @@ def measure_jobs(
         ``<study>/<job>`` of each, as in `units.units`.
     fitted : dict of str to FittedFiles
         The calibrations by origin, with the codebooks of all studies; empty where no codec needs one.
-    choice : mitigations.plan.Choice, optional
+    choice : mitigations.plan.LayerChoice, optional
         What the mitigations are planned from.
     needles_path : Path, optional
         What `kvlab step needles` wrote, and `code`, the digest of what measures: needed by the mechanisms.

@@ -12,14 +12,14 @@ from kvlab.core.recipe import IDENTITY, Cell
 from kvlab.core.records import TOKENS, CellRecord, Coding, Provenance
 from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.mitigations import plan
-from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Step
+from kvlab_pipeline.studies.mitigations.plan import ChoiceRecord, LayerChoice, Step
 from pipeline.report.shipped import shipped
 
 WINDOWS, CONTEXT, EVAL = 16, 64, 17
 VALUES = 10**6
 ENGINES, PROTOCOLS = ("hf", "vllm"), ("in_forward", "snapshot")
 FLOOR = 1e-6
-CHOICE = Choice(greedy=(0, 2, 3), extended=(0, 3, 5), hot=(3,), klt_boundary=(0,), klt_hot=(4,), moved=(2, 3))
+CHOICE = LayerChoice(greedy=(0, 2, 3), extended=(0, 3, 5), hot=(3,), klt_boundary=(0,), klt_hot=(4,), moved=(2, 3))
 
 
 def on_curve(bits: float) -> float:
@@ -80,7 +80,7 @@ def planted_provenance(**changes) -> Provenance:
     return Provenance(**values | changes)
 
 
-def planted_choice(params: Params, choice: Choice = CHOICE, saved: float = 0.4, **changes) -> ChoiceRecord:
+def planted_choice(params: Params, choice: LayerChoice = CHOICE, saved: float = 0.4, **changes) -> ChoiceRecord:
     """A record whose searches save `saved` of the KL that the studied recipe or uniform `klt` has."""
     n = params.model.n_layers
     configured = params.codec.boundary_layers
@@ -108,7 +108,7 @@ def planted_choice(params: Params, choice: Choice = CHOICE, saved: float = 0.4, 
     return ChoiceRecord(**values | changes)
 
 
-def planted_results(params: Params, planted: Planted, choice: Choice = CHOICE, **changes) -> Results:
+def planted_results(params: Params, planted: Planted, choice: LayerChoice = CHOICE, **changes) -> Results:
     """Every arm and the identity cell on every engine and protocol."""
     shared = np.random.default_rng(0)
     weight = np.exp(0.3 * shared.standard_normal((WINDOWS, 1))) * shared.gamma(2.0, 0.5, (WINDOWS, EVAL - 1))

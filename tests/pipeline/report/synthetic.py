@@ -35,7 +35,7 @@ from kvlab.core.testimony import Proof, Testimony
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.baseline.truth import peer_of, trial_windows
 from kvlab_pipeline.studies.chapter import Sources
-from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Step, search_id
+from kvlab_pipeline.studies.mitigations.plan import ChoiceRecord, LayerChoice, Step, search_id
 from pipeline.report.planted_facts import write_facts
 from pipeline.report.planted_residual import SIGMAS, write_residuals
 from pipeline.report.shipped import shipped
@@ -111,7 +111,7 @@ class Paths:
         return Sources(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
-CHOICE = Choice(greedy=(0, 1), extended=(0, 1, 5), hot=(1, 2), klt_boundary=(), klt_hot=(1,))
+CHOICE = LayerChoice(greedy=(0, 1), extended=(0, 1, 5), hot=(1, 2), klt_boundary=(), klt_hot=(1,))
 
 
 def small_params(**changes) -> Params:

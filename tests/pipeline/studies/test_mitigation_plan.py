@@ -11,11 +11,11 @@ from kvlab.core.recipe import IDENTITY
 from kvlab.core.records import Provenance, write_json
 from kvlab_pipeline.jobs import plan as plans
 from kvlab_pipeline.studies.mitigations import plan
-from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Step, current, read_choice, search_id
+from kvlab_pipeline.studies.mitigations.plan import ChoiceRecord, LayerChoice, Step, current, read_choice, search_id
 from kvlab_pipeline.studies.settings import Settings
 from refusals import refused
 
-CHOICE = Choice(greedy=(0, 2, 3), extended=(0, 3, 5), hot=(1, 2), klt_boundary=(0,), klt_hot=(4,), moved=(2, 3))
+CHOICE = LayerChoice(greedy=(0, 2, 3), extended=(0, 3, 5), hot=(1, 2), klt_boundary=(0,), klt_hot=(4,), moved=(2, 3))
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_there_are_no_cells_without_a_choice(params):
 
 
 def test_favoured_layers_by_the_name_of_the_arm(params):
-    fields = set(Choice.model_fields)
+    fields = set(LayerChoice.model_fields)
     for name in arms(params):
         found = plan.favoured(CHOICE, name)
         assert bool(found) == (name.replace(" ", "_") in fields)

@@ -70,7 +70,7 @@ def encode(
             f"{capture_path} keeps {kept} windows, there is no window {window}; allowed: 0..{kept - 1}",
             code="user.no-such-window",
         )
-    source = Source(captured.context, SAMPLE_DTYPE, partial(captured.window, place=window), window)
+    source = CacheSource(captured.context, SAMPLE_DTYPE, partial(captured.window, place=window), window)
     return _written(info, cache_codec(file, info), source, out, key)
 
 
@@ -91,10 +91,10 @@ def encode_text(
     info, file = resolve(model), read_recipe_file(recipe_path)
     codec = cache_codec(file, info)
     ids, kept = cache_of(info, text, dtype, file.recipe.placement)
-    return _written(info, codec, Source(len(ids), dtype, lambda layer, stream: kept[layer, stream]), out, key)
+    return _written(info, codec, CacheSource(len(ids), dtype, lambda layer, stream: kept[layer, stream]), out, key)
 
 
-class Source(NamedTuple):
+class CacheSource(NamedTuple):
     """K and V that are coded: how many tokens, in what, one layer's by `of`, and the window's number for the codec."""
 
     tokens: int
@@ -103,7 +103,7 @@ class Source(NamedTuple):
     window: int = 0
 
 
-def _written(info: ModelInfo, codec: CacheCodec, source: Source, out: Path, key: Key | None) -> CacheReader:
+def _written(info: ModelInfo, codec: CacheCodec, source: CacheSource, out: Path, key: Key | None) -> CacheReader:
     """Encode one layer's K or V after the other."""
     header = CacheHeader(
         layers=info.n_layers,

@@ -11,7 +11,7 @@ from kvlab.core.errors import CodecNotActive
 from kvlab.core.settings import IdentityStream
 
 
-class Counts(NamedTuple):
+class CacheCounts(NamedTuple):
     """Times that the codecs encoded, times that they should have, bytes stored and the K and V elements they are of."""
 
     fires: int
@@ -20,7 +20,7 @@ class Counts(NamedTuple):
     kv_values: int
 
 
-def counts(cache: KVCache, calls: Sequence[int]) -> Counts:
+def counts(cache: KVCache, calls: Sequence[int]) -> CacheCounts:
     """What a cache of one sequence did in calls of so many tokens.
 
     Raises
@@ -41,7 +41,7 @@ def counts(cache: KVCache, calls: Sequence[int]) -> Counts:
                 code="not-active.fires",
             )
         fires, expected = fires + entry.fires, expected + due
-    return Counts(fires, expected, cache.nbytes, values)
+    return CacheCounts(fires, expected, cache.nbytes, values)
 
 
 def expected_fires(coder: StreamCoder, calls: Sequence[int]) -> int:

@@ -1,1 +1,1 @@
-"""vLLM's pages hold a recipe's coded bytes: a token's layout, attention over it, vLLM's backend around both."""
+"""vLLM's pages hold a recipe's coded bytes: `rows.py` says how many, `worker.py` tells vLLM, `backend.py` attends."""

@@ -48,7 +48,7 @@ class VllmCodec(TokenBlockCodec):
         return finite(self.way.unpack(arrays, shape), "a block of vLLM's types")
 
 
-class Way(ABC):
+class VllmType(ABC):
     """How rows [heads, n, head_dim] of float32, which the model's dtype has, become arrays and back."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Way(ABC):
         """The rows that they say."""
 
 
-class Floats(Way):
+class Floats(VllmType):
     """8-bit floats with one scale for all: 1, or the largest magnitude over the type's."""
 
     def __init__(self, kind: str, scaled: bool, cut: bool):
@@ -81,7 +81,7 @@ class Floats(Way):
         return values * scale[0] if scale else values
 
 
-class PerTokenHead(Way):
+class PerTokenHead(VllmType):
     """Codes of 8 bits with a scale per token and head, in float32."""
 
     def __init__(self, integer: bool):
@@ -103,7 +103,7 @@ class PerTokenHead(Way):
         return values.float() * scale[..., None]
 
 
-class TurnedInt4(Way):
+class TurnedInt4(VllmType):
     """Signs and Walsh-Hadamard over the longest runs that fill a head, then 16 even levels per token and head.
 
     The zero point lies in the four lowest bits of the step, in float32.
@@ -131,7 +131,7 @@ class TurnedInt4(Way):
         return _runs(turned / _run(shape[2])) * _signs(turned)
 
 
-class Nvfp4(Way):
+class Nvfp4(VllmType):
     """Floats of 4 bits (e2m1) with a scale in e4m3 for every 16 neighbouring channels; the scale of the tensor is 1."""
 
     GROUP = 16
@@ -165,7 +165,7 @@ class Nvfp4(Way):
         return (values * scale.view(FLOATS["e4m3"]).float()[..., None]).flatten(-2)[..., :head_dim]
 
 
-class LloydMax(Way):
+class LloydMax(VllmType):
     """TurboQuant's K: norm in float16, Walsh-Hadamard, a table for Gaussians; read back as a vector of that norm."""
 
     def __init__(self, bits: int):
@@ -190,7 +190,7 @@ class LloydMax(Way):
         return (rotation.hadamard(fp16.read(norm)[..., None] * values) / width**0.5)[..., : shape[2]]
 
 
-class Even(Way):
+class Even(VllmType):
     """TurboQuant's V: an even grid per token and head, from its least value; it and the step in float16."""
 
     def __init__(self, bits: int):
@@ -212,7 +212,7 @@ class Even(Way):
         return packing.unpack(codes, self.bits, shape[2]) * step + low
 
 
-def _way(recipe: VllmStream) -> Way:
+def _way(recipe: VllmStream) -> VllmType:
     name = recipe.format
     if name in ("fp8_e4m3", "fp8_e5m2"):
         return Floats(name[-4:], recipe.scale == "tensor", recipe.rounding == "zero")

@@ -36,7 +36,7 @@ class _Strict(Frozen):
     model_config = ConfigDict(strict=True)
 
 
-class Identity(_Strict):
+class EvidenceIdentity(_Strict):
     """What was measured on what: everything that must be equal where two measurements are compared.
 
     `calibration` is a digest of what the codec was fitted with, None where nothing was.
@@ -129,10 +129,10 @@ class Evidence(_Strict):
     metrics: dict[str, Measure]
     baseline: dict[str, Measure] = Field(default_factory=dict)
     paired: dict[str, Measure] = Field(default_factory=dict)
-    identity: Identity
+    identity: EvidenceIdentity
     observed: Observed
     baseline_recipe_id: str | None = None
-    baseline_identity: Identity | None = None
+    baseline_identity: EvidenceIdentity | None = None
     evals: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     family: Family
     imported: Imported | None = None

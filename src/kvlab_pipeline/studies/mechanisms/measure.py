@@ -17,7 +17,7 @@ import torch
 
 from kvlab.attention.latent_svd import LatentMoments
 from kvlab.attention.named import mechanism
-from kvlab.cache.hf.expected_fires import Counts as CacheCounts
+from kvlab.cache.hf.expected_fires import CacheCounts
 from kvlab.calibration.load import FittedFiles
 from kvlab.core.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
 from kvlab.core.model import ModelInfo, load_tokenizer, resolve

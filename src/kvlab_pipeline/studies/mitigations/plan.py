@@ -1,7 +1,7 @@
 """Two ways to spend bytes on favoured layers, each beside uniform spending of as many: boundary layers, bits by layer.
 
-Which layers an arm favours is a `Choice`, made on the calibration split by `studies.mitigations.search`. The studied
-codec's bytes come in steps, so its arms stand against a curve of uniform recipes; `klt` takes any rate, so
+Which layers an arm favours is a `LayerChoice`, made on the calibration split by `studies.mitigations.search`. The
+studied codec's bytes come in steps, so its arms stand against a curve of uniform recipes; `klt` takes any rate, so
 its arms take the same bytes: what favoured layers get, the others give.
 """
 
@@ -30,7 +30,7 @@ MOST_BLOCK_BITS = 8  # of the studied codec; at these no layer's K can get one b
 JUDGING = {"windows", "protocols"}  # of `mitigations`: they say how a choice is judged and decide no search
 
 
-class Choice(Frozen):
+class LayerChoice(Frozen):
     """Layers that the calibration split speaks for.
 
     Parameters
@@ -54,7 +54,7 @@ class Choice(Frozen):
     moved: tuple[int, ...] = ()
 
     @classmethod
-    def none(cls) -> Choice:
+    def none(cls) -> LayerChoice:
         """No layer is favoured by any arm."""
         return cls(greedy=(), extended=(), hot=(), klt_boundary=(), klt_hot=())
 
@@ -90,7 +90,7 @@ class ChoiceRecord(Frozen):
     windows: int
     budget: float
     search_id: str
-    choice: Choice
+    choice: LayerChoice
     searches: dict[str, tuple[Step, ...]]
 
 
@@ -104,7 +104,7 @@ class Mitigation:
     exceptions: tuple[LayerRecipe, ...] = ()
 
 
-def arms(params: Params, choice: Choice) -> list[Mitigation]:
+def arms(params: Params, choice: LayerChoice) -> list[Mitigation]:
     """All arms. Two of them may be one cell: two searches can find the same layers, or those of params.yaml.
 
     Raises
@@ -140,7 +140,7 @@ def search_id(params: Params) -> str:
     return digest(deciding)
 
 
-def current(params: Params, record: ChoiceRecord) -> Choice:
+def current(params: Params, record: ChoiceRecord) -> LayerChoice:
     """The choice of a record; `StaleResult` unless it was made as these parameters say."""
     expected = {
         "engine": params.calibration.origin,
@@ -165,7 +165,7 @@ def current(params: Params, record: ChoiceRecord) -> Choice:
     return record.choice
 
 
-def refuse_stale(params: Params, choice: Choice) -> None:
+def refuse_stale(params: Params, choice: LayerChoice) -> None:
     """`StaleResult` for layers that this model has not, and for what `klt` cannot pay at these bits."""
     unknown = {i for layers in choice.model_dump().values() for i in layers} - set(range(params.model.n_layers))
     boundary, hot_layers = len(choice.klt_boundary), len(choice.klt_hot)
@@ -188,7 +188,7 @@ def uniform(params: Params) -> list[Mitigation]:
     return [Mitigation(f"{UNIFORM} {k}/{v}", coded_layers(params), uniform_recipe(params, k, v)) for k, v in bits]
 
 
-def favoured(choice: Choice, name: str) -> tuple[int, ...]:
+def favoured(choice: LayerChoice, name: str) -> tuple[int, ...]:
     """The layers that the arm of this name favours; none for the uniform ones."""
     return getattr(choice, name.replace(" ", "_"), ())
 
@@ -273,7 +273,7 @@ def exceptions(layers: tuple[int, ...], recipe: Recipe) -> tuple[LayerRecipe, ..
     return (LayerRecipe(layers=layers, recipe=recipe),) if layers else ()
 
 
-def cells(params: Params, engine: str, choice: Choice) -> list[Cell]:
+def cells(params: Params, engine: str, choice: LayerChoice) -> list[Cell]:
     """Every arm on one engine, under each of the protocols, with the identity cell as the floor."""
     everything = tuple(range(params.model.n_layers))
     return [

@@ -34,7 +34,7 @@ from kvlab.stats.curve import between
 from kvlab_pipeline.jobs.measure import Lab, measured
 from kvlab_pipeline.jobs.plan import CHOSEN, studies
 from kvlab_pipeline.studies.mitigations import plan
-from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Mitigation, Step
+from kvlab_pipeline.studies.mitigations.plan import ChoiceRecord, LayerChoice, Mitigation, Step
 
 PROTOCOL = "snapshot"  # coded tensors do not depend on the layers below, so one coding serves many arms
 ROUNDING = 1e-9  # bits per value, far below a byte of any cache
@@ -77,7 +77,7 @@ def choose(
             windows=len(lab.windows.calib),
             budget=params.mitigations.budget,
             search_id=plan.search_id(params),
-            choice=Choice(**{name: steps[-1].layers for name, steps in searches.items()}),
+            choice=LayerChoice(**{name: steps[-1].layers for name, steps in searches.items()}),
             searches={name: tuple(steps) for name, steps in searches.items()},
         )
         write_json(out, record.model_dump(mode="json"))
@@ -131,7 +131,7 @@ class Judge:
 
 
 def search(params: Params, judge: Judging) -> dict[str, list[Step]]:
-    """Every search's steps, by the field of `Choice` that its last step fills."""
+    """Every search's steps, by the field of `LayerChoice` that its last step fills."""
     coded = coded_layers(params)
     configured = tuple(i for i in range(params.model.n_layers) if i not in coded)
     searches = {

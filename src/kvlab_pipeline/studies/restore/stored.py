@@ -36,7 +36,7 @@ RAW = "as they are"
 
 
 @dataclass
-class Way:
+class StorageWay:
     """One way to store K and V, and what was found of it, window by window."""
 
     label: str
@@ -130,10 +130,10 @@ def stored(
 
 def ways(
     params: Params, model: PagedModel, calibrated: Calibrated | None, settings: RestoreSettings, tokens: int
-) -> tuple[list[Way], list[Unstored]]:
+) -> tuple[list[StorageWay], list[Unstored]]:
     """K and V as they are, then every codec that is asked for, and those that cannot be had here."""
     geometry, turn = model.geometry(settings.codec_chunk_tokens), model.turn(tokens)
-    found, missing = [Way(RAW, RawChunks(geometry))], []
+    found, missing = [StorageWay(RAW, RawChunks(geometry))], []
     for codec, bits in choices(settings):
         # As on the ladder, or by a codec of whole caches.
         recipe = named_recipe(codec, bits, params=None if codec in WHOLE else params)
@@ -142,7 +142,7 @@ def ways(
             missing.append(Unstored(label=label, reason=f"it needs {' and '.join(lacking)} of a calibration"))
             continue
         try:
-            found.append(Way(label, recipe_coder(geometry, recipe, calibrated, turn=turn)))
+            found.append(StorageWay(label, recipe_coder(geometry, recipe, calibrated, turn=turn)))
         except CapabilityError as error:
             missing.append(Unstored(label=label, reason=str(error)))
     return found, missing
@@ -160,7 +160,7 @@ def choices(settings: RestoreSettings) -> list[tuple[str, int | None]]:
     return [(codec, bits) for codec in settings.codecs for bits in (settings.bits if has_bits(codec) else (None,))]
 
 
-def heard_from(way: Way, here: WindowContext) -> Next:
+def heard_from(way: StorageWay, here: WindowContext) -> Next:
     """Save a context one way, restore from it, and go on."""
     made = timed_save(here.run, here.path, coder=way.coder)
     way.save_ms.append(made.save_ms)
@@ -187,7 +187,9 @@ def common(golden: Sequence[int], other: Sequence[int]) -> int:
     return next((number for number, (one, two) in enumerate(pairs) if one != two), len(golden))
 
 
-def summary(way: Way, model: PagedModel, tokens: int, settings: RestoreSettings, bootstrap: Bootstrap) -> StorageResult:
+def summary(
+    way: StorageWay, model: PagedModel, tokens: int, settings: RestoreSettings, bootstrap: Bootstrap
+) -> StorageResult:
     """What was found of one way, over all windows."""
     kl, same = columns(way)
     return StorageResult(
@@ -206,7 +208,7 @@ def summary(way: Way, model: PagedModel, tokens: int, settings: RestoreSettings,
     )
 
 
-def columns(way: Way) -> Iterator[Column]:
+def columns(way: StorageWay) -> Iterator[Column]:
     """KL and agreement of the most likely token, by window."""
     count = way.found[0]["kl"].numel()
     window = np.repeat(np.arange(len(way.found)), count)
