@@ -36,6 +36,7 @@ from kvlab.measure.store import Found
 from kvlab.measure.windows import windows_for
 from kvlab.stats.divergences import token_record
 from kvlab.text import corpus
+from kvlab.witness import weights
 from kvlab.witness.plain import PlainModel, turns
 from kvlab.witness.scores import log_softmax, scored
 from kvlab_pipeline.jobs import plan
@@ -79,6 +80,18 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_are_read_when_they_are_used_give_the_same(tied, tmp_path, monkeypatch):
+    """Of a large model no tensor is held, and the head is read by blocks of rows, here of 100."""
+    folder = tiny.write_model(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
+    held = PlainModel(folder).forward(IDS, 40)
+    monkeypatch.setattr(weights, "MOST_HELD", 0)
+    monkeypatch.setattr(weights, "ROWS", 100)
+    read = PlainModel(folder).forward(IDS, 40)
+    assert all(torch.equal(read.own[place], x) for place, x in held.own.items())
+    torch.testing.assert_close(read.logits, held.logits, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("case", [*MODELS, "mistral"])
 def test_the_plain_forward_is_the_model(case, tmp_path):
     kind, changes = MODELS.get(case, ("llama", {}))
@@ -117,10 +130,10 @@ def test_the_speeds_of_rotation_are_those_of_transformers():
 @pytest.mark.parametrize("fault", ["a bias is dropped", "a scale is dropped", "two layers change places"])
 def test_a_loader_that_is_wrong_is_found_out(fault, tiny_params, tiny_windows, tiny_fitted, monkeypatch):
     """The witness reads the files itself, so what the chain's loader does to the weights is not done to its own."""
-    load = hf.AutoModelForCausalLM.from_pretrained
+    load = hf._loaded
 
-    def wrong(*given_here, **named):
-        model, info = load(*given_here, **named)
+    def wrong(*given_here):
+        model = load(*given_here)
         first, second = model.model.layers[1:3]
         with torch.no_grad():
             if fault == "a bias is dropped":
@@ -129,9 +142,9 @@ def test_a_loader_that_is_wrong_is_found_out(fault, tiny_params, tiny_windows, t
                 second.mlp.up_proj.weight.mul_(2)
             else:
                 first.self_attn.v_proj.weight.copy_(second.self_attn.v_proj.weight)
-        return model, info
+        return model
 
-    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", wrong)
+    monkeypatch.setattr(hf, "_loaded", wrong)
     info = resolve(tiny_params.model)
     engine = start("hf", info, "float32", max_tokens=96)
     windows = corpus.load(tiny_windows, info.model_hash)

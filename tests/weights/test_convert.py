@@ -15,6 +15,7 @@ import tiny
 from kvlab.cli import main as cli
 from kvlab.core.errors import ModelError
 from kvlab.core.origin import ORIGIN, read_origin
+from kvlab.text.corpus import bos
 from kvlab.weights.convert import convert
 from kvlab.weights.gguf_file import GgufFile
 from kvlab.weights.named import make_own
@@ -68,6 +69,14 @@ def test_the_tokenizer_reads_as_the_one_whose_vocabulary_the_file_has(files, tmp
     theirs = AutoTokenizer.from_pretrained(path.parent / "words")
     text = tiny.paragraphs(3)[2] + "<|endoftext|> é 12"
     assert ours(text).input_ids == theirs(text).input_ids and ours.eos_token == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(("architecture", "begins"), [("gemma3", True), ("qwen2", False)])
+def test_a_text_begins_as_the_file_says(architecture, begins, files, tmp_path):
+    """A model whose texts all began with a token predicts badly without it, and no error says so."""
+    convert(GgufFile(files[architecture][0]), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert bos(tokenizer) == ([tokenizer.bos_token_id] if begins else [])
 
 
 def test_a_file_of_ones_own_becomes_a_folder_that_says_what_its_weights_are(files, tmp_path, capsys):
@@ -132,6 +141,13 @@ def test_an_unknown_type_is_refused_with_those_that_there_are(files, tmp_path):
         with refused(ModelError, "model.gguf-type", told, "Q4_K"):
             make_own(path, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_tokenizer_of_another_kind_is_refused(files, tmp_path):
+    whole, path = files["llama"][0].read_bytes(), tmp_path / "other.gguf"
+    path.write_bytes(whole.replace(b"gpt2", b"bert"))
+    with refused(ModelError, "model.gguf-setting", "'bert'", "'gpt2'"):
+        make_own(path, tmp_path / "out")
 
 
 def test_another_architecture_is_refused_with_the_nearest(files, tmp_path):

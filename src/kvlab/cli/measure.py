@@ -79,7 +79,7 @@ def measure_verb(
     calib_text: Annotated[Path | None, path("text to calibrate on; default: docstrings of installed packages")] = None,
     calib_windows: Annotated[int, window_count("of it, as long as a context", MOST_CALIB)] = MOST_CALIB,
     no_witness: Annotated[
-        bool, switch("compute nothing a second time: spares a float32 copy of the weights in memory", "--no-witness")
+        bool, switch("compute nothing a second time: spares its time, and up to 1 GiB of memory", "--no-witness")
     ] = False,
     json: Annotated[Path | None, EVERYTHING] = None,
 ) -> None:

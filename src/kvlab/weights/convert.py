@@ -147,6 +147,8 @@ def _write_tokenizer(file: GgufFile, out: Path) -> None:
             f" ({len(wrong)} differ)",
             code="model.other-tokenizer",
         )
+    if file.begins_texts:  # which transformers leaves out
+        made.add_bos_token = True
     made.save_pretrained(out)
     stored = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
     ids = made(MIXED).input_ids

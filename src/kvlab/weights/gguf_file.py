@@ -33,27 +33,14 @@ SETTINGS = MappingProxyType(
 """Settings of an architecture that go into config.json as they are, and their names there."""
 READ = frozenset({*SETTINGS, "rope.freq_base", "rope.dimension_count", "attention.value_length"})
 SLIDING = "attention.sliding_window"  # of gemma3; no other architecture here has one
-SPLITS = frozenset(
-    {"default", "gpt-2", "smollm", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken", "qwen2"}
-    | {"deepseek-r1-qwen"}
-)
-"""Ways to split text before its bytes are merged (``tokenizer.ggml.pre``) that transformers follows."""
+BEGUN = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
+"""Ways to split text (``tokenizer.ggml.pre``) of models whose texts begin with a token, unless a file says no."""
+SPLITS = ("default", "gpt-2", "smollm", "qwen2", "deepseek-r1-qwen", *BEGUN)
+"""All that transformers follows."""
 TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    *(
-        "IQ1_S",
-        "IQ1_M",
-        "IQ2_XXS",
-        "IQ2_XS",
-        "IQ2_S",
-        "IQ3_XXS",
-        "IQ3_S",
-        "IQ4_NL",
-        "IQ4_XS",
-        "TQ1_0",
-        "TQ2_0",
-        "MXFP4",
-    ),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4"),
 )
 """Of tensors, as the package gguf names and dequantises them."""
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
@@ -102,6 +89,12 @@ class GgufFile:
         """What the file calls its model."""
         return str(self.said("general.name", self.path.stem))
 
+    @property
+    def begins_texts(self) -> bool:
+        """Whether a text begins with a token that says so: as the file says, else as llama.cpp takes its kind."""
+        kind, split = self.said("tokenizer.ggml.model"), self.said("tokenizer.ggml.pre")
+        return bool(self.said("tokenizer.ggml.add_bos_token", kind == "llama" or split in BEGUN))
+
     @cached_property
     def tokens(self) -> list[str]:
         """The vocabulary, by id."""
@@ -139,6 +132,12 @@ class GgufFile:
         lacking = [key for key in (*list(SETTINGS)[:-2], "rope.freq_base") if key not in given]
         if lacking:
             raise ModelError(f"{self.path} does not say {start}{lacking[0]}", code="model.gguf-setting")
+        kind, expected = self.said("tokenizer.ggml.model"), "llama" if self.architecture == "gemma3" else "gpt2"
+        if kind != expected:
+            raise ModelError(
+                f"{self.path} has a tokenizer of kind {kind!r}; allowed for {self.architecture}: {expected!r}",
+                code="model.gguf-setting",
+            )
         split = self.said("tokenizer.ggml.pre", "default")
         if split not in SPLITS:
             raise ModelError(

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,6 +23,7 @@ from kvlab.core.model import read_config
 from kvlab.core.params import ModelEntry
 from kvlab.core.tensors import HEAD, model_tensors
 from kvlab.witness.scores import log_softmax
+from kvlab.witness.weights import Weights
 
 CacheTensors = Mapping[tuple[int, str], Tensor]
 """(layer, ``"k"`` or ``"v"``) -> [kv_heads, tokens, head_dim], of a window's first tokens."""
@@ -79,12 +79,8 @@ class PlainModel:
     def __init__(self, folder: Path):
         self._decoder, held = model_tensors(folder, read_config(ModelEntry(path=str(folder))))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._weights: dict[str, Tensor] = {}
         needed = self._decoder.tensors()
-        for path in sorted({held[name].file for name in needed}):
-            with safe_open(path, "pt") as file:
-                for name in needed.keys() & set(file.keys()):
-                    self._weights[name] = file.get_tensor(name).to(self._device, torch.float32)
+        self._weights = Weights({name: held[name].file for name in needed}, needed, self._device)
         self._last: tuple[tuple, PlainPass] | None = None
 
     def clean(self, ids: Sequence[int], first: int) -> PlainPass:
@@ -124,8 +120,8 @@ class PlainModel:
         attend : callable, optional
             Another attention than that over everything; see `witness.reading`.
         """
-        held, table = held or {}, self._weights["model.embed_tokens.weight"]
-        hidden = table[torch.tensor(list(ids[begin:]), device=self._device)]
+        held, table = held or {}, "model.embed_tokens.weight"
+        hidden = self._weights.rows(table, torch.tensor(list(ids[begin:]), device=self._device))
         rotary = self._turns(len(ids))
         found = PlainPass(hidden)
         for number in range(self._decoder.n_layers):
@@ -140,8 +136,9 @@ class PlainModel:
             attended = attend(number, *given) if attend else _attention(*given)
             hidden = hidden + self._mapped(number, "self_attn.o_proj", attended)
             hidden = hidden + self._mlp(number, self._normed(number, "post_attention_layernorm", hidden))
-        last = _rms_norm(hidden[first - begin : -1], self._weights["model.norm.weight"], self._decoder.epsilon)
-        found.logits = last @ self._weights.get(HEAD, table).T
+        last = _rms_norm(hidden[first - begin : -1], self._weights.get("model.norm.weight"), self._decoder.epsilon)
+        head = table if self._decoder.tied else HEAD
+        found.logits = torch.cat([last @ rows.T for rows in self._weights.blocks(head)], dim=1)
         return found
 
     def _turns(self, tokens: int) -> tuple[Tensor, Tensor]:

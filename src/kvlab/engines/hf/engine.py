@@ -6,19 +6,22 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlab.core.errors import ModelError
 from kvlab.core.model import ModelInfo, reason
 from kvlab.core.recipe import Placement
+from kvlab.core.tensors import tensor_headers
 from kvlab.core.testimony import Proof
+from kvlab.core.weights import weight_files
 from kvlab.engines.base import (
     ContextCache,
     Engine,
@@ -230,14 +233,13 @@ def _loaded(info: ModelInfo, dtype: str, attention: str) -> PreTrainedModel:
     try:
         # told here, for what config.json names as its attention would prevail over an argument beside it
         config = AutoConfig.from_pretrained(info.path, return_dict=True, **local)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            info.path,
+        model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            None,
             config=config,
+            state_dict=_tensors(info.path, getattr(torch, dtype)),
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
-            use_safetensors=True,
             output_loading_info=True,
-            **local,
         )
     except LOADING as error:
         raise ModelError(f"transformers cannot load {info.path}: {reason(error)}", code="model.not-loaded") from None
@@ -248,6 +250,15 @@ def _loaded(info: ModelInfo, dtype: str, attention: str) -> PreTrainedModel:
                 code="model.other-tensors",
             )
     return model
+
+
+def _tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a model's files, read one at a time: pages of a file that stays open would lie beside them."""
+    found = {}
+    for name, one in tensor_headers(weight_files(path)).items():
+        with safe_open(one.file, "pt") as file:
+            found[name] = file.get_tensor(name).to(dtype)
+    return found
 
 
 def _turned_where_they_stood(turn: Callable[[Tensor], Tensor], k: Tensor, places: Tensor, context: int) -> Tensor:
