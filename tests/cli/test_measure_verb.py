@@ -172,6 +172,21 @@ def test_a_codec_that_is_not_calibrated_needs_no_text(run, tiny_model, tmp_path,
     assert "nothing was fitted" in capsys.readouterr().out and out.is_file()
 
 
+def test_formats_of_engines_have_a_row_each_and_the_models_biases_no_text(run, tiny_model, tmp_path, capsys):
+    """Whatever --bits says; K is coded before its rotary embedding in one row and after it in the next."""
+    names = ["int", "q8_0", "q4_0", "q4_0+bias", "int8_per_token_head", "quanto-int4"]
+    code, said, err = run("--codec", *names, "--bits", 2, 4, "--json", tmp_path / "found.json")
+    assert code == 0 and "calibrated on" not in said and "no text was read" in said, err
+    rows = {(row["codec"], row["bits"]): row for row in found(tmp_path / "found.json")["rows"][1:]}
+    assert list(rows) == [("int", 2), ("int", 4), *((name, None) for name in names[1:])]
+    kl = {codec: row["kl"]["value"] for (codec, _), row in rows.items()}
+    assert kl["q8_0"] < kl["q4_0"] / 10 and kl["q4_0+bias"] < kl["q4_0"]  # the biases are half of these K and V
+    assert 4.5 < rows["q4_0", None]["bits_per_value"] < 4.9 and 8.5 < rows["q8_0", None]["bits_per_value"] < 8.9
+    out = tmp_path / "q4_0.kv"
+    cli.main(["calibrate", "--model", str(tiny_model), "--codec", "q4_0+bias", "--out", str(out)])
+    assert "no text was needed" in capsys.readouterr().out and out.is_file()
+
+
 def test_rivals_that_see_all_layers_are_measured_beside_archive(run, texts, tiny_model, tmp_path):
     out, stored = tmp_path / "found.json", tmp_path / "aquakv.kv"
     words = ("--codec", "aquakv-sink4", "kvtc-sink4", "oscar-paper", "--against", "archive", "--bits", 3)

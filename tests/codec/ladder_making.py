@@ -27,6 +27,7 @@ from kvlab.codecs.registry import build, fit_class
 from kvlab.codecs.shared import whitening
 from kvlab.codecs.turboquant import TurboQuantStream
 from kvlab.codecs.vllm_types import VllmStream
+from kvlab.codecs.wush import WushStream
 from kvlab.core.settings import IdentityStream
 
 BLOCK = 32
@@ -54,6 +55,7 @@ RECIPES = {
     "quantized_cache": lambda bits: QuantizedCacheStream(
         backend="hqq", bits=8 if bits > 4 else 4, dtype="float32", block_size=BLOCK
     ),
+    "wush": lambda bits: WushStream(bits=bits, block_size=BLOCK),
     "kvquant": lambda bits: KvQuantStream(bits=bits, axis="channel", block_size=BLOCK),
     "kvquant-token": lambda bits: KvQuantStream(bits=bits, axis="token", block_size=BLOCK),
 }

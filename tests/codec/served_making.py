@@ -86,6 +86,7 @@ def vllm(rows: dict[str, Tensor]) -> dict[str, dict[str, str]]:
     from vllm.v1.attention.backends.turboquant_attn import _build_hadamard
     from vllm.v1.attention.ops import triton_reshape_and_cache_flash as flash
     from vllm.v1.attention.ops import triton_turboquant_store as turboquant
+    from vllm.v1.attention.ops.ultraquant.reference import ultraquant_encode
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     slots = torch.arange(TOKENS)
@@ -116,6 +117,9 @@ def vllm(rows: dict[str, Tensor]) -> dict[str, dict[str, str]]:
             turboquant.triton_turboquant_store(x, x, cache, slots, turn, middles, bits, of_k, bits)
             found.setdefault(f"lloyd_max_{bits}", {})[name] = kept(cache[..., :of_k])
             found.setdefault(f"even_{bits}", {})[name] = kept(cache[..., of_k:])
+        for kind, turned in (("ultraquant_k", True), ("ultraquant_v", False)):
+            made = ultraquant_encode(x[:, 0], rotate=turned)
+            found.setdefault(kind, {})[name] = kept(made.codes_packed) + " " + kept(made.scale_bytes)
         values, scale = ref_nvfp4_quant(x[:, 0].float(), torch.tensor(1.0), 16)
         read_back = values.unflatten(-1, (-1, 16)) * scale[..., None]
         found.setdefault("nvfp4", {})[name] = kept(read_back.bfloat16())  # which has them all

@@ -250,4 +250,4 @@ def test_a_fit_for_another_model_is_refused():
 
 def test_published_ones_that_read_nothing_the_pipeline_lacks_may_stand_on_the_ladder():
     formats = {name for name, one in PUBLISHED.items() if one.fixed}
-    assert set(PIPELINED) == {"kivi-paper", "kivi-g32", "turboquant-vllm"} | formats
+    assert set(PIPELINED) == {"kivi-paper", "kivi-g32", "turboquant-vllm", "wush"} | formats

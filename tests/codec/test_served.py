@@ -99,7 +99,7 @@ def of_vllm(kind, name):
 
 
 @EVERY
-@pytest.mark.parametrize("kind", ["int8_per_token_head", "int4_per_token_head"])
+@pytest.mark.parametrize("kind", ["int8_per_token_head", "int4_per_token_head", "ultraquant_k", "ultraquant_v"])
 def test_codes_and_scales_per_token_are_those_of_vllms_kernels(kind, name):
     ours = torch.cat([array.flatten() for array in of_vllm(kind, name)])
     assert different(ours, theirs_of(kind, name)) == 0
@@ -203,6 +203,7 @@ def test_a_constant_loud_channel_breaks_four_bits_and_a_rotation_or_the_mean_men
         ("fp8_per_token_head", 8 + 32 / 64),
         ("int4_per_token_head", 4 + 32 / 64),
         ("nvfp4", 4.5),
+        ("ultraquant_4bit", 4.25),
         *((f"{backend}-int{bits}", bits + 0.5) for backend, bits in CACHES),
         ("turboquant_k8v4", (8 + 4 + 32 / 64) / 2),
         ("turboquant_4bit_nc", (4 + 16 / 64 + 4 + 32 / 64) / 2),

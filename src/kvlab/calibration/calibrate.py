@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvlab.calibration.archive import fit_archive
+from kvlab.calibration.biases import projection_biases
 from kvlab.calibration.capture import WindowStatistics, observe
 from kvlab.calibration.components import FIELDS, Fitting
 from kvlab.calibration.load import Calibrated, TableKey
@@ -105,12 +106,15 @@ def fitted(
     archive = fit_archive(observed, fitting, info) if asks_for_archive(recipes) else None
     whole = {codec: fit_whole(codec, observed, info, recipes) for codec in _whole_codecs(recipes)}
     outputs = _outputs(observed, recipes)
+    due = {kind for recipe in recipes for stream in STREAMS for kind in reads(getattr(recipe, stream), stream)}
+    biases = projection_biases(info, observed.context) if "bias" in due else {}
     tables = _tables(observed, recipes, whiteners, layers, placement, metrics.angles)
     own = _own(observed, info, recipes)
     sigma_hash = fingerprint(*(t.numpy() for w in whiteners["pre_rope"].values() for t in (w.chol, w.inv_chol)))
     everything = [t for at in whiteners.values() for w in at.values() for t in (w.chol, w.inv_chol)]
     everything += [t for by_layer in components.values() for one in by_layer.values() for t in _tensors(one)]
     everything += [t for by_layer in own.values() for one in by_layer.values() for t in vars(one).values()]
+    everything += [bias for by_layer in biases.values() for bias in by_layer.values()]
     everything += archive.tensors.values() if archive else []
     everything += [t for one in whole.values() for t in one.tensors.values()] + list(outputs.values())
     return Calibrated(
@@ -121,6 +125,7 @@ def fitted(
         components=components,
         archive=archive,
         whole=whole,
+        biases=biases,
         outputs=outputs,
         origin=observed.metadata["engine"],
         corpus_hash=observed.metadata["corpus_hash"],

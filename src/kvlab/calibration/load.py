@@ -74,6 +74,8 @@ class Calibrated:
         The codec of whole caches, where one was fitted.
     whole : dict of str to Whole
         Those of other people, by name.
+    biases : dict of tuple of str and Placement to dict of int to Tensor
+        By stream and placement, and by layer, float32 [kv_heads, head_dim]; V is ``pre_rope``.
     outputs : dict of int to Tensor
         By layer, second moments of what attention makes of V, float32 [kv_heads, head_dim, head_dim].
     """
@@ -90,6 +92,7 @@ class Calibrated:
     spectra: dict[tuple[Literal["k", "v"], int], torch.Tensor] = field(default_factory=dict)
     archive: Archive | None = None
     whole: dict[str, Whole] = field(default_factory=dict)
+    biases: dict[tuple[Literal["k", "v"], Placement], dict[int, torch.Tensor]] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,6 +129,7 @@ class Calibrated:
             own=self.own.get((which, recipe.codec), {}) if "own" in due else {},
             stream=which,
             spectra=self.spectra if "spectra" in due else {},
+            biases=self.biases.get((which, placement if which == "k" else "pre_rope"), {}) if "bias" in due else {},
             outputs=self.outputs if "outputs" in due else {},
         )
 
@@ -156,6 +160,8 @@ class Calibrated:
             return tuple(vars(self.own[piece.stream, codec][int(layer)]).values())
         if piece.kind == "whole":
             return tuple(self.whole[str(piece.place)].tensors.values())
+        if piece.kind == "bias":
+            return (self.biases[piece.stream, piece.placement][int(piece.place)],)
         if piece.kind == "outputs":
             return (self.outputs[int(piece.place)],)
         if piece.kind == "archive":

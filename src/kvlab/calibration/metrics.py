@@ -26,10 +26,8 @@ class ErrorMetrics:
 
     def __init__(self, info: ModelInfo, context: int):
         self.info = info
-        with torch.device("meta"):
-            config = AutoConfig.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
-            skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
-        self.cos, self.sin = _rotary(skeleton, context)
+        skeleton = model_skeleton(info)
+        self.cos, self.sin = rotary_angles(skeleton, context)
         names = {parameter: name for name, parameter in skeleton.named_parameters()}
         self._outputs = [names[attention.o_proj.weight] for attention in attention_layers(skeleton, info)]
 
@@ -44,10 +42,17 @@ class ErrorMetrics:
 
     def v(self, layer: int) -> Tensor:
         """W_o^T W_o of a layer, float64 [kv_heads, head_dim, head_dim]."""
-        return of_outputs(_tensor(self.info, self._outputs[layer]), self.info.n_kv_heads, self.info.head_dim)
+        return of_outputs(weight_of(self.info, self._outputs[layer]), self.info.n_kv_heads, self.info.head_dim)
 
 
-def _rotary(skeleton: torch.nn.Module, tokens: int) -> tuple[Tensor, Tensor]:
+def model_skeleton(info: ModelInfo) -> torch.nn.Module:
+    """The model without its weights."""
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+
+
+def rotary_angles(skeleton: torch.nn.Module, tokens: int) -> tuple[Tensor, Tensor]:
     """cos and sin of the model's rotary embedding at positions 0.., float32 [tokens, pairs] each."""
     rotary = type(skeleton.model.rotary_emb)(config=skeleton.config)  # anew: the skeleton's holds no numbers
     cos, sin = rotary(torch.zeros(1), torch.arange(tokens)[None])
@@ -55,7 +60,8 @@ def _rotary(skeleton: torch.nn.Module, tokens: int) -> tuple[Tensor, Tensor]:
     return cos[0, :, :pairs], sin[0, :, :pairs]
 
 
-def _tensor(info: ModelInfo, name: str) -> Tensor:
+def weight_of(info: ModelInfo, name: str) -> Tensor:
+    """One weight as it is stored; `ModelError` when the files have none of this name."""
     for path in weight_files(info.path):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)

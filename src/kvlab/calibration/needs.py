@@ -49,7 +49,8 @@ def reads(recipe: StreamRecipe, which: Tensor) -> tuple[Kind, ...]:
     """The kinds of fitted material that a codec of this recipe reads for K or for V."""
     recipe = coded_by(recipe)
     whitens, centres, weighs = (getattr(recipe, name, False) for name in ("whiten", "center", "weigh"))
-    front = {"whitener": whitens and which == "k", "components": centres or weighs}
+    by_bias = centres == "bias"
+    front = {"whitener": whitens and which == "k", "components": (centres and not by_bias) or weighs, "bias": by_bias}
     own = recipe.reads if isinstance(recipe, PluginStream) else CODECS[recipe.codec].reads
     own = own(recipe, which) if callable(own) else own
     found = {*own, *(kind for kind, is_read in front.items() if is_read)}
@@ -62,18 +63,23 @@ def needs_calibration(recipe: StreamRecipe) -> bool:
     return bool(reads(recipe, "k") or reads(recipe, "v"))
 
 
+def reads_weights_alone(recipe: Recipe) -> bool:
+    """Whether a recipe reads something, and the model's weights hold all of it: no text is needed."""
+    return {*reads(recipe.k, "k"), *reads(recipe.v, "v")} == {"bias"}
+
+
 def needed_files(recipe: Recipe) -> list[str]:
     """Files of `FittedFiles` that a recipe cannot do without, by field; the other files belong to a `sigma`.
 
     Raises
     ------
     CapabilityError
-        The recipe reads what its codec fits by itself, which is in none of them.
+        The recipe reads what its codec fits by itself, or biases, which are in none of them.
     """
     kinds = {*reads(recipe.k, "k"), *reads(recipe.v, "v")}
-    if {"own", "outputs", "whole", "archive"} & kinds:
+    if {"own", "outputs", "whole", "archive", "bias"} & kinds:
         raise CapabilityError(
-            f"recipe {recipe.recipe_id} (K {recipe.k.codec}, V {recipe.v.codec}) reads what its codec fits by itself;"
+            f"recipe {recipe.recipe_id} (K {recipe.k.codec}, V {recipe.v.codec}) reads what is in none of these files;"
             " make one file of everything with kvlab calibrate",
             code="capability.one-file",
         )

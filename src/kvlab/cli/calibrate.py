@@ -69,12 +69,13 @@ def calibrate_verb(
     for file in filter(None, (args.out, args.decoder)):
         writable(file)
 
-    from kvlab.calibration.needs import needs_calibration
+    from kvlab.calibration.needs import needs_calibration, reads_weights_alone
 
-    needy = any(needs_calibration(stream) for stream in (recipe.k, recipe.v))
+    weights = reads_weights_alone(recipe)
+    needy = not weights and any(needs_calibration(stream) for stream in (recipe.k, recipe.v))
     if needy:
         refuse_long(args.context, config)
-    about = _fitted(args, recipe, text) if needy else _unfitted(args, recipe)
+    about = _fitted(args, recipe, text) if needy else _unfitted(args, recipe, weights)
     for file in filter(None, (args.out, args.decoder)):
         print(f"{file}: recipe {recipe.recipe_id}, {file.stat().st_size} bytes")
     print(about)
@@ -96,11 +97,16 @@ def _fitted(args: SimpleNamespace, recipe, text: str | None) -> str:
         engine.close()
 
 
-def _unfitted(args: SimpleNamespace, recipe) -> str:
-    """Write the file of a codec that reads nothing of a model."""
+def _unfitted(args: SimpleNamespace, recipe, weights: bool) -> str:
+    """Write the file of a codec that reads nothing of a model, or its weights alone."""
+    from kvlab.calibration.biases import of_biases
     from kvlab.calibration.load import Calibrated
     from kvlab.cli.checked import info_of
 
+    if weights:
+        info = info_of(args.model)
+        _write(args, recipe, of_biases(info, args.context, args.engine), info, 0)
+        return f"{args.codec} reads the model's biases: no text was needed, the file holds them"
     none = Calibrated(whiteners={}, tables={}, origin=args.engine, corpus_hash="", sigma_hash="", calibration_hash="")
     _write(args, recipe, none, info_of(args.model), 0)
     return f"{args.codec} is not calibrated: nothing was fitted, the file holds its recipe"

@@ -14,8 +14,9 @@ import torch
 from kvlab.attention.named import Latent, Mechanism
 from kvlab.cache.files.calibration import load_calibration
 from kvlab.cache.hf.codec_tables import resident_bytes
+from kvlab.calibration.biases import of_biases
 from kvlab.calibration.load import Calibrated
-from kvlab.calibration.needs import needs_calibration, reads
+from kvlab.calibration.needs import needs_calibration, reads, reads_weights_alone
 from kvlab.cli import costs
 from kvlab.cli.checked import Named, info_of
 from kvlab.cli.costs import CostRow
@@ -189,6 +190,12 @@ def _calibrated(
         why = "it does not hold what these codecs read" if needy else "none of these codecs is calibrated"
         lines.append(f"calibration {args.calibration} is not read: {why}")
     missing = [one for one in needy if one.label not in found]
+    known = [one for one in missing if reads_weights_alone(one.recipe)]
+    if known:
+        from_weights = of_biases(engine.info, args.context, engine.name)
+        found |= {one.label: from_weights for one in known}
+        lines.append(f"means of {', '.join(one.label for one in known)}: the model's biases, no text was read for them")
+    missing = [one for one in missing if one not in known]
     if missing:
         source = _calibration_text(args, engine, calib_text)
         refuse_overlap(windows, source.windows, (str(args.text), source.name))
@@ -218,6 +225,8 @@ def covers(stored: Calibrated, recipe) -> bool:
             return False
         if "whole" in due and not any(one.read_by(recipe) for one in stored.whole.values()):
             return False  # predictors belong to their bits
+        if "bias" in due and not stored.biases.get((stream, recipe.placement if stream == "k" else "pre_rope")):
+            return False
         if "outputs" in due and not stored.outputs:
             return False
         if "components" in due and not stored.components.get(stream):

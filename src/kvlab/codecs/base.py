@@ -107,6 +107,8 @@ class StreamCalibration:
     spectra : dict of tuple of str and int to Tensor
         By stream and layer the variances of all components of the cache, `Components.variance`: what bits are
         divided by.
+    biases : dict of int to Tensor
+        By layer, the projection's bias [heads, head_dim], where `center` asks for it.
     outputs : dict of int to Tensor
         By layer, second moments of what attention makes of V [kv_heads, head_dim, head_dim] (V only).
     """
@@ -117,6 +119,7 @@ class StreamCalibration:
     own: dict[int, Any] = field(default_factory=dict)
     stream: Literal["k", "v"] | None = None
     spectra: dict[tuple[Literal["k", "v"], int], Tensor] = field(default_factory=dict)
+    biases: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
 
 

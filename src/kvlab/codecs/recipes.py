@@ -16,6 +16,7 @@ from kvlab.core.settings import Conditioned
 
 CONDITIONS = {
     "": {},
+    "bias": {"center": "bias"},
     "center": {"center": True},
     "center+whiten": {"center": True, "whiten": True},
     "center+weigh": {"center": True, "weigh": True},
@@ -33,8 +34,9 @@ def named_recipe(
     ----------
     codec : str
         A codec, which may have mean removal and whitening of K in front of it: ``klt``, ``hadamard``,
-        ``int+center``, ``int+center+whiten``, ``int+center+weigh``; one as published (`catalogue.PUBLISHED`), such as
-        ``kivi-paper``; one of another package, by its name; or ``studied``, the recipe of `params`.
+        ``int+bias``, ``int+center``, ``int+center+whiten``, ``int+center+weigh``; one as published
+        (`catalogue.PUBLISHED`), such as ``kivi-paper``, or as an engine stores it, such as ``q4_0`` or ``q4_0+bias``;
+        one of another package, by its name; or ``studied``, the recipe of `params`.
     bits, v_bits : float, optional
         Of K, and of V where they differ; else those of `params`. A codec without a choice, such as ``fp8``, takes none.
     params : Params, optional
@@ -67,7 +69,7 @@ def named_recipe(
     k, v = ({"bits": bits}, {"bits": bits if v_bits is None else v_bits}) if given else ({}, {})
     of_k, of_v = CODECS[name].own(bits, v.get("bits")) if name in CODECS else ({}, {})
     k |= of_k | CONDITIONS[condition] | settings
-    v |= of_v | {front: True for front in CONDITIONS[condition] if front != "whiten"}
+    v |= of_v | {front: how for front, how in CONDITIONS[condition].items() if front != "whiten"}
     return Recipe(k=stream_recipe(name, **k), v=stream_recipe(name, **(v | settings)))
 
 
@@ -116,11 +118,14 @@ def _described(name: str, bits: int | None, v_bits: int | None, params: Params) 
 
 def _published(name: str, bits: float | None, v_bits: float | None, settings: dict[str, Any]) -> Recipe:
     """The recipe of a codec as published, but for `settings`."""
-    if name not in PUBLISHED:
+    name, _, condition = name.partition("+")
+    if condition and not (condition == "bias" and PUBLISHED[name].fixed):
         raise ParamsError(
-            f"codec {name.partition('+')[0]!r} is as published, and cannot be conditioned",
+            f"codec {name!r} is as published, and cannot be conditioned"
+            + (f"; allowed: {name}+bias" if PUBLISHED[name].fixed else ""),
             code="params.not-conditionable",
         )
+    settings = CONDITIONS[condition] | settings
     if PUBLISHED[name].fixed:
         if (bits, v_bits) != (None, None):
             raise ParamsError(f"codec {name!r} has no choice of bits; leave them out", code="params.no-bits")

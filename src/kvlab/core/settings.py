@@ -47,13 +47,15 @@ class Ends(Frozen):
 class Conditioned(Ends):
     """What every codec of the ladder may have before it, calibrated: mean removal and whitening.
 
-    `center` subtracts the calibrated mean of each head, `whiten` (K only) multiplies by the Cholesky
+    `center` subtracts the calibrated mean of each head, or with ``bias`` the bias of the model's own projection, which
+    no text is needed for; of K after its rotary embedding that is the bias as it is on average over the positions.
+    `whiten` (K only) multiplies by the Cholesky
     factor of Sigma_q except on `whiten_skip_layers`; neither stores anything per tensor. `weigh` multiplies K and V
     by the Cholesky factor of what their errors are weighed by (`codecs.shared.metric`: Sigma_q averaged over lags, and
     W_o^T W_o), which is the metric of `klt`. `block_size` is the number of tokens of a stored block.
     """
 
-    center: bool = False
+    center: bool | Literal["bias"] = False
     whiten: bool = False
     whiten_skip_layers: tuple[int, ...] = ()
     block_size: int = Field(default=512, ge=1, le=65536)
@@ -100,10 +102,10 @@ class BlockSettings(Frozen):
 Values = dict[str, Any]
 """Settings by name."""
 Tensor = Literal["k", "v"]
-Kind = Literal["whitener", "table", "components", "spectra", "outputs", "own", "whole", "archive"]
+Kind = Literal["whitener", "table", "components", "bias", "spectra", "outputs", "own", "whole", "archive"]
 """What may be fitted for a codec: Sigma_q and its Cholesky factor; a Lloyd-Max table; mean, covariance and KLT; the
-spectra of all layers; the second moment of attention's outputs; what the codec fits by itself; what one of whole caches
-does; what the archive does."""
+projection's bias; the spectra of all layers; the second moment of attention's outputs; what the codec fits by itself;
+what one of whole caches does; what the archive does."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
     file   := safetensors, whose header entry ``kvlab`` is `Header` as JSON
     tensor := "{k|v}/whitener/{layer}/{field of Whitener}" | "{k|v}/components/{layer}/{field of Components}"
             | "{k|v}/decoding/{layer}/{field of Decoding}" | "{k|v}/own/{layer}/{field of the codec's Fit}"
-            | "{k|v}/spectra/{layer}" | "{k|v}/table" | "v/outputs/{layer}" | "archive/{name in `Archive.tensors`}"
-            | "whole/{codec}/{name in `Whole.tensors`}"
+            | "{k|v}/bias/{layer}" | "{k|v}/spectra/{layer}" | "{k|v}/table" | "v/outputs/{layer}"
+            | "archive/{name in `Archive.tensors`}" | "whole/{codec}/{name in `Whole.tensors`}"
 
 A file may hold what decodes alone (`form`): of `klt` the tables of its own bits in place of the sketches that tables
 of any bits are made from, of other codecs the tensors that their decoder reads. It decodes what was coded with the
@@ -269,6 +269,12 @@ def load_calibration(path: Path | str, info: ModelInfo, identity: str | None = N
         spectra=spectra_of(tensors),
         archive=Archive.read(path, tensors, info),
         whole=whole.read_whole(tensors, info),
+        biases={
+            (stream, header.recipe.placement if stream == "k" else "pre_rope"): {
+                int(name.rpartition("/")[2]): x for name, x in tensors.items() if name.startswith(f"{stream}/bias/")
+            }
+            for stream in STREAMS
+        },
         outputs={int(name.rpartition("/")[2]): x for name, x in tensors.items() if name.startswith("v/outputs/")},
     )
 
@@ -284,6 +290,12 @@ def _named(recipe: StreamRecipe, stream: str, own: StreamCalibration, layers: It
                 )
             for name, tensor in vars(by_layer[layer]).items():
                 found[f"{stream}/{kind}/{layer}/{name}"] = tensor
+    for layer in layers if "bias" in due else ():
+        if layer not in own.biases:
+            raise CalibrationMismatch(
+                f"the calibration has no bias of {stream.upper()} for layer {layer}", code="calibration.missing"
+            )
+        found[f"{stream}/bias/{layer}"] = own.biases[layer]
     for layer in layers if "outputs" in due else ():
         if layer not in own.outputs:
             raise CalibrationMismatch(

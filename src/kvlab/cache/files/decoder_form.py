@@ -29,7 +29,8 @@ def decoding_tensors(recipe: Recipe, tensors: dict[str, Tensor]) -> dict[str, Te
         own, chosen = f"{stream}/components/", getattr(recipe, stream)
         mine = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{stream}/")}
         if not isinstance(chosen, KltStream):
-            kept, fitted = read_of(chosen), (f"{stream}/own/", f"{stream}/outputs/")  # these for both ways
+            kept = read_of(chosen)
+            fitted = tuple(f"{stream}/{what}/" for what in ("own", "bias", "outputs"))  # these for both ways
             found |= {n: x for n, x in mine.items() if n.startswith(fitted) or n.rpartition("/")[2] in kept}
             continue
         found |= {name: tensor for name, tensor in mine.items() if not name.startswith((own, f"{stream}/spectra/"))}

@@ -139,7 +139,7 @@ def lean(fitted: StreamCalibration, own: StreamRecipe) -> StreamCalibration:
 
 def refuse_more_layers(fitted: StreamCalibration | None, layers: int) -> None:
     """`CalibrationMismatch` when something was fitted for a layer that the model does not have."""
-    known = {*fitted.whiteners, *fitted.components} if fitted else set()
+    known = {*fitted.whiteners, *fitted.components, *fitted.biases} if fitted else set()
     if known and max(known) >= layers:
         raise CalibrationMismatch(
             f"the calibration has a layer {max(known)}, the model has {layers} layers; calibrate this model",

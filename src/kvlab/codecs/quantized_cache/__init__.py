@@ -14,7 +14,7 @@ class QuantizedCacheStream(Conditioned):
     """Groups of `group` values of an affine grid, found by `backend`; numbers beside the codes in the model's `dtype`.
 
     quanto's groups are neighbouring channels of a token; HQQ's along its first axis, as transformers asks for it, hold
-    every value of the block at a distance of its 64th part.
+    every value of the block at a distance of its 64th part; a prompt of at most `block_size` tokens is one block.
     """
 
     codec: Literal["quantized_cache"] = "quantized_cache"
@@ -31,8 +31,7 @@ class QuantizedCacheStream(Conditioned):
 
 
 def _cache(backend: str, bits: int, k: None, v: None, more: Values) -> Values:
-    whole = {"block_size": 65536} | more  # HQQ's groups and its search are of all tokens at once
-    both = QuantizedCacheStream(backend=backend, bits=bits, **whole)
+    both = QuantizedCacheStream(backend=backend, bits=bits, **more)
     return {"k": both, "v": both, "rotary": "after"}
 
 

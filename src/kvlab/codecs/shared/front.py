@@ -20,7 +20,7 @@ class Front:
     recipe : Conditioned
         Its `center`, `whiten` and `whiten_skip_layers`.
     calibration : StreamCalibration or None
-        Holds the means (in `components`) and the whiteners.
+        Holds the means (in `components`, or `biases`) and the whiteners.
     """
 
     def __init__(self, recipe: Conditioned, calibration: StreamCalibration | None):
@@ -55,6 +55,8 @@ class Front:
     def _mean(self, layer: int) -> Tensor | None:
         if not self.recipe.center:
             return None
+        if self.recipe.center == "bias":
+            return needed(self.calibration.biases, layer, "center: bias", "bias")
         return needed(self.calibration.components, layer, "center", "mean").mean
 
     def _whitener(self, layer: int) -> Whitener | None:

@@ -9,7 +9,7 @@ from kvlab.core.settings import Conditioned, Plugin, Published, Values
 
 Format = Literal[
     *("fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4"),
-    *("lloyd_max_4", "lloyd_max_3", "even_4", "even_3"),  # K and V of TurboQuant
+    *("lloyd_max_4", "lloyd_max_3", "even_4", "even_3", "ultraquant_k", "ultraquant_v"),  # K and V apart
 ]
 
 
@@ -17,7 +17,7 @@ class VllmStream(Conditioned):
     """A quantised type as vLLM's cache holds it.
 
     `scale` of ``fp8_e4m3`` and ``fp8_e5m2``: ``one``, which vLLM takes where a checkpoint names none, or the largest
-    magnitude of a ``tensor`` (of a block of all heads) over that of the type, as one that was calibrated on this very
+    magnitude of a ``tensor`` (of all heads of a block) over that of the type, as one that was calibrated on this very
     text would have it. `rounding` of the two is to the nearest, as on GPUs, or towards zero, as vLLM's kernel for CPUs
     has it. `dtype` is the model's: K and V come rounded to it.
     """
@@ -36,7 +36,7 @@ NAMES: dict[str, tuple[Values, Values, str]] = {
         for kind in ("e4m3", "e5m2")
         for ending, more, settings in (
             ("", {}, "scale 1"),
-            ("-scaled", {"scale": "tensor"}, "one scale per tensor, from its largest magnitude"),
+            ("-scaled", {"scale": "tensor"}, "a scale for every 512 tokens of a layer, from their largest magnitude"),
             ("-cpu", {"rounding": "zero"}, "scale 1, rounded towards zero, as vLLM does on CPUs"),
         )
     },
@@ -54,6 +54,11 @@ NAMES: dict[str, tuple[Values, Values, str]] = {
         name: ({"format": f"lloyd_max_{k}"}, {"format": f"even_{v}"}, f"K by TurboQuant of {k} bits; V on an even grid")
         for name, k, v in (("turboquant_4bit_nc", 4, 4), ("turboquant_k3v4_nc", 3, 4), ("turboquant_3bit_nc", 3, 3))
     },
+    "ultraquant_4bit": (
+        {"format": "ultraquant_k"},
+        {"format": "ultraquant_v"},
+        "K turned by Walsh-Hadamard; 4-bit floats with a power of two per 32 channels",
+    ),
 }
 """K, V and what they are for people, by the name of the whole."""
 

@@ -1,16 +1,18 @@
 """What vLLM 0.32 writes into its cache for each quantised type, held against its own kernels byte by byte.
 
 The rules are those of its kernels in Triton (`reshape_and_cache_flash`, `int4_per_token_head`, `turboquant_store`), of
-its kernel for CPUs where 8-bit floats are cut towards zero, and of its emulation in torch for ``nvfp4``. Products and
-norms of a head are added up in an order that differs by device, which moves a code that lies on an edge; everything
-else is the same number.
+its kernel for CPUs where 8-bit floats are cut towards zero, and of its code in torch for ``nvfp4`` and UltraQuant.
+Products and norms of a head are added up in an order that differs by device, which moves a code that lies on an edge;
+everything else is the same number.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
+from itertools import pairwise
 from math import pi
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from kvlab.core.errors import NonFinite
 
 LEAST = 1e-6  # of a scale per token and head; 1e-8 of an even grid's step
 SIGNS_SEED = 0x9E3779B9  # of the signs that int4_per_token_head turns heads with
+LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -131,25 +134,30 @@ class TurnedInt4(VllmType):
         return _runs(turned / _run(shape[2])) * _signs(turned)
 
 
-class Nvfp4(VllmType):
-    """Floats of 4 bits (e2m1) with a scale in e4m3 for every 16 neighbouring channels; the scale of the tensor is 1."""
+class Fp4(VllmType):
+    """Floats of 4 bits (e2m1) with a byte of scale for every few neighbouring channels."""
 
-    GROUP = 16
-    LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    SIXTH = 1 / torch.tensor(6.0, dtype=torch.float32)
+    GROUP: ClassVar[int]
+
+    @abstractmethod
+    def scales(self, cells: Tensor) -> Tensor:
+        """The byte of every group of cells [..., groups, group]."""
+
+    @abstractmethod
+    def worth(self, scale: Tensor) -> Tensor:
+        """What such bytes are, float32."""
+
+    @abstractmethod
+    def codes(self, values: Tensor) -> Tensor:
+        """The nearest codes of scaled values, uint8: of `LEVELS`, and 8 for a sign."""
 
     def pack(self, rows: Tensor, layer: int) -> Arrays:
         """Codes, packed, and scales [heads, n, groups]."""
         cells = grouped(rows, self.GROUP)
-        scale = _as_float8(cells.abs().amax(-1) * self.SIXTH, FLOATS["e4m3"])
-        worth = scale.view(FLOATS["e4m3"]).float()
-        values = cells * (1 / torch.where(worth > 0, worth, 1e8))[..., None]
-        codes = torch.zeros_like(values, dtype=torch.uint8)
-        for number, (below, above) in enumerate(zip(self.LEVELS[:-1], self.LEVELS[1:], strict=True)):
-            edge, size = (below + above) / 2, values.abs()
-            codes += size >= edge if number % 2 else size > edge  # a tie goes to the even code
-        codes = (codes | (values < 0).to(torch.uint8) << 3).flatten(-2)[..., : rows.shape[-1]]
-        return packing.pack(codes, 4), scale
+        scale = self.scales(cells)
+        worth = self.worth(scale)
+        codes = self.codes(cells * (1 / torch.where(worth > 0, worth, 1e8))[..., None])
+        return packing.pack(codes.flatten(-2)[..., : rows.shape[-1]], 4), scale
 
     def unpack(self, arrays: Arrays, shape: tuple[int, int, int]) -> Tensor:
         """Levels times scales."""
@@ -160,9 +168,71 @@ class Nvfp4(VllmType):
             (torch.uint8, (*shape[:2], packing.packed_size(head_dim, 4))),
             (torch.uint8, (*shape[:2], groups)),
         )
-        table = torch.tensor([*self.LEVELS, *(-level for level in self.LEVELS)], device=codes.device)
+        table = torch.tensor([*LEVELS, *(-level for level in LEVELS)], dtype=torch.float32, device=codes.device)
         values = grouped(table[packing.unpack(codes, 4, head_dim)], self.GROUP)
-        return (values * scale.view(FLOATS["e4m3"]).float()[..., None]).flatten(-2)[..., :head_dim]
+        return (values * self.worth(scale)[..., None]).flatten(-2)[..., :head_dim]
+
+
+class Nvfp4(Fp4):
+    """NVFP4: scales in e4m3, a sixth of a group's largest magnitude; the scale of the tensor is 1."""
+
+    GROUP = 16
+    SIXTH = 1 / 6  # as float32 where it multiplies
+
+    def scales(self, cells: Tensor) -> Tensor:
+        """See `Fp4.scales`."""
+        return _as_float8(cells.abs().amax(-1) * self.SIXTH, FLOATS["e4m3"])
+
+    def worth(self, scale: Tensor) -> Tensor:
+        """See `Fp4.worth`."""
+        return scale.view(FLOATS["e4m3"]).float()
+
+    def codes(self, values: Tensor) -> Tensor:
+        """See `Fp4.codes`; a tie goes to the even code."""
+        codes, size = torch.zeros_like(values, dtype=torch.uint8), values.abs()
+        for number, (below, above) in enumerate(pairwise(LEVELS)):
+            edge = (below + above) / 2
+            codes += size >= edge if number % 2 else size > edge
+        return codes | (values < 0).to(torch.uint8) << 3
+
+
+class UltraQuant(Fp4):
+    """UltraQuant: scales are powers of two, near .156 of a group's largest magnitude; K turned by Walsh-Hadamard."""
+
+    GROUP = 32
+    SHARE, BIAS = 0.156, 127
+
+    def __init__(self, turned: bool):
+        self.turned = turned
+
+    def pack(self, rows: Tensor, layer: int) -> Arrays:
+        """See `Fp4.pack`."""
+        return super().pack(_held(self._turn(rows), layer), layer)
+
+    def unpack(self, arrays: Arrays, shape: tuple[int, int, int]) -> Tensor:
+        """See `Fp4.unpack`."""
+        return self._turn(super().unpack(arrays, shape))
+
+    def _turn(self, rows: Tensor) -> Tensor:
+        """Runs of coordinates turned; the matrix is its own inverse. vLLM takes heads of one run alone."""
+        return _runs(rows) / _run(rows.shape[-1]) ** 0.5 if self.turned else rows
+
+    def scales(self, cells: Tensor) -> Tensor:
+        """See `Fp4.scales`."""
+        raw = cells.abs().amax(-1) * self.SHARE
+        power = (raw.log2() + 0.5).floor().clamp(1 - self.BIAS, self.BIAS)
+        return torch.where(raw > 0, power + self.BIAS, 0).to(torch.uint8)
+
+    def worth(self, scale: Tensor) -> Tensor:
+        """See `Fp4.worth`."""
+        return torch.where(scale > 0, (scale.float() - self.BIAS).exp2(), 0)
+
+    def codes(self, values: Tensor) -> Tensor:
+        """See `Fp4.codes`; a tie goes to the lesser value, and zero has no sign."""
+        levels = torch.tensor([*(-level for level in LEVELS[:0:-1]), *LEVELS], dtype=torch.float32)
+        levels = levels.to(values.device)
+        place = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2) - (len(LEVELS) - 1)
+        return place.abs().to(torch.uint8) | (place < 0).to(torch.uint8) << 3
 
 
 class LloydMax(VllmType):
@@ -221,6 +291,8 @@ def _way(recipe: VllmStream) -> VllmType:
         return {"lloyd_max": LloydMax, "even": Even}[kind](int(bits))
     if name == "int4_per_token_head":
         return TurnedInt4(getattr(torch, recipe.dtype))
+    if kind == "ultraquant":
+        return UltraQuant(turned=bits == "k")
     return Nvfp4() if name == "nvfp4" else PerTokenHead(name.startswith("int8"))
 
 
