@@ -63,7 +63,7 @@ def codecs_block(found: dict) -> str:
     """The Markdown of the table of codecs."""
     told = uses(found, found["model"], found["state"])
     first = next(use["chosen"] for use in told if use["chosen"])
-    return render("readme_codecs.md.j2", uses=told, unit=tables.KL_UNIT, first=first, model=found["model"])
+    return render("readme_codecs.md.j2", uses=told, brief=True, unit=tables.KL_UNIT, first=first, model=found["model"])
 
 
 def seconds_of(benchmarks: Path, model: str) -> dict[str, Any]:
