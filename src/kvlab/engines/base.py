@@ -340,5 +340,6 @@ def _named(kind: type) -> str:
 def refuse_broken_weights(model: torch.nn.Module, info: ModelInfo) -> None:
     """`NonFinite` names the first weight that holds NaN or infinity."""
     for name, weight in model.named_parameters():
-        if not torch.isfinite(torch.stack(weight.aminmax())).all():  # NaN is in both; a mask would take memory
+        ends = torch.stack(weight.aminmax()) if weight.numel() else weight  # NaN is in both; a mask would take memory
+        if not torch.isfinite(ends).all():
             raise NonFinite(f"weight {name!r} of {info.path} holds NaN or infinity")

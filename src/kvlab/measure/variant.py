@@ -27,8 +27,8 @@ from kvlab.measure.scoring import WindowRun
 from kvlab.measure.witnessing import examined, witnessed_of
 from kvlab.witness.plain import PlainModel
 from kvlab.witness.reading import Attend
-from kvlab.witness.scores import divergence, log_softmax
-from kvlab.witness.testify import TENSORS
+from kvlab.witness.scores import divergence
+from kvlab.witness.testify import TENSORS, array
 
 ITEMSIZE = 2  # bytes of a number that no codec codes
 AGREE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -267,7 +267,7 @@ def computed_again(
             )
     first = context_of(held)
     passed = model.forward(run.ids[: first + 1 + len(logits)], first, held, first, rotated, attend)
-    kl = float(divergence(passed.log_p, log_softmax(logits.to("cpu", torch.float64).numpy())).mean())
+    kl = float(divergence(array(passed.logits), array(logits)).mean())
     if not kl <= AGREE[dtype]:
         raise WitnessDisagrees(
             f"{name}, window {run.number}: a plain forward's logits are KL {kl:.1e} nats per token away; allowed:"

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,7 +21,6 @@ from kvlab.core.decoder import Decoder
 from kvlab.core.model import read_config
 from kvlab.core.params import ModelEntry
 from kvlab.core.tensors import HEAD, model_tensors
-from kvlab.witness.scores import log_softmax
 from kvlab.witness.weights import Weights
 
 CacheTensors = Mapping[tuple[int, str], Tensor]
@@ -46,11 +44,6 @@ class PlainPass:
     logits: Tensor
     own: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     read: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-
-    @cached_property
-    def log_p(self) -> np.ndarray:
-        """Logarithms of the probabilities that the logits stand for, float64."""
-        return log_softmax(self.logits.to("cpu", torch.float64).numpy())
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

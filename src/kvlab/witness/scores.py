@@ -1,11 +1,14 @@
-"""Scores of two predictions by the definitions, in numpy's float64."""
+"""Scores of two predictions by the definitions, in numpy's float64, a few rows at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating]
+ROWS = 16  # of a prediction that are in float64 at once
 
 
 def log_softmax(logits: Floats) -> Floats:
@@ -15,8 +18,8 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def divergence(p: Floats, q: Floats) -> Floats:
-    r"""KL divergence :math:`\sum_v p_v (\log p_v - \log q_v)` of each row, nats; from the logarithms of both."""
-    return (np.exp(p) * (p - q)).sum(axis=-1)
+    r"""KL divergence :math:`\sum_v p_v (\log p_v - \log q_v)` of each row, nats; from the logits of both."""
+    return np.concatenate([_divergence(*logs) for logs in _logarithms(p, q)])
 
 
 def scored(p: Floats, q: Floats, labels: NDArray) -> dict[str, NDArray]:
@@ -24,17 +27,36 @@ def scored(p: Floats, q: Floats, labels: NDArray) -> dict[str, NDArray]:
 
     Parameters
     ----------
-    p, q : ndarray of float64, shape (tokens, vocabulary)
-        Logarithms of the probabilities without and with a codec; row t predicts ``labels[t]``.
+    p, q : ndarray, shape (tokens, vocabulary)
+        Logits without and with a codec; row t predicts ``labels[t]``.
     labels : ndarray of int, shape (tokens,)
     """
-    rows = np.arange(len(labels))
-    return {
-        "label": labels,
-        "nll_ref": -p[rows, labels],
-        "nll_alt": -q[rows, labels],
-        "kl": divergence(p, q),
-        "top1_ref": p.argmax(axis=-1),
-        "top1_alt": q.argmax(axis=-1),
-        "p_ref_max": np.exp(p.max(axis=-1)),
-    }
+    blocks, first = [], 0
+    for one, other in _logarithms(p, q):
+        rows = np.arange(len(one))
+        here = labels[first : first + len(one)]
+        blocks.append(
+            {
+                "label": here,
+                "nll_ref": -one[rows, here],
+                "nll_alt": -other[rows, here],
+                "kl": _divergence(one, other),
+                "top1_ref": one.argmax(axis=-1),
+                "top1_alt": other.argmax(axis=-1),
+                "p_ref_max": np.exp(one.max(axis=-1)),
+            }
+        )
+        first += len(one)
+    return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+
+
+def _logarithms(p: Floats, q: Floats) -> Iterator[tuple[Floats, Floats]]:
+    """Logarithms of the probabilities that both logits stand for, float64, by blocks of rows."""
+    for first in range(0, len(p), ROWS):
+        block = slice(first, first + ROWS)
+        yield log_softmax(p[block].astype(np.float64)), log_softmax(q[block].astype(np.float64))
+
+
+def _divergence(p: Floats, q: Floats) -> Floats:
+    """KL of each row, from the logarithms of both probabilities."""
+    return (np.exp(p) * (p - q)).sum(axis=-1)

@@ -32,7 +32,7 @@ from kvlab.core.testimony import Proof, Testimony
 from kvlab.engines.base import Reading
 from kvlab.witness import reading as corpus
 from kvlab.witness.plain import PlainModel, PlainPass
-from kvlab.witness.scores import divergence, log_softmax, scored
+from kvlab.witness.scores import divergence, scored
 
 LOGITS = {"float32": 1e-6, "bfloat16": 1e-2}
 """Nats per token that the chain's logits may be from the witness's, which are of float32."""
@@ -144,11 +144,11 @@ class Witness:
 
     @cached_property
     def _p(self) -> np.ndarray:
-        return log_softmax(_float64(self.claim.reference))
+        return array(self.claim.reference)
 
     @cached_property
     def _q(self) -> np.ndarray:
-        return log_softmax(_float64(self.claim.alternative))
+        return array(self.claim.alternative)
 
     @cached_property
     def _clean(self) -> PlainPass:
@@ -214,7 +214,7 @@ class Witness:
 
     def _logits(self, when: str, theirs: np.ndarray, own: PlainPass) -> float:
         """The chain's probabilities are the witness's."""
-        kl = float(divergence(own.log_p, theirs).mean())
+        kl = float(divergence(array(own.logits), theirs).mean())
         if not kl <= LOGITS[self.claim.cell.dtype]:
             self._object(
                 "witness.other-logits",
@@ -310,8 +310,9 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).square().mean(dim=(1, 2)) / size).sqrt().max())
 
 
-def _float64(x: Tensor) -> np.ndarray:
-    return x.detach().to("cpu", torch.float64).numpy()
+def array(logits: Tensor) -> np.ndarray:
+    """Logits in numpy, which has no bfloat16."""
+    return logits.detach().to("cpu", torch.float32).numpy()
 
 
 def _ends(places: list[int]) -> str:
