@@ -129,7 +129,7 @@ class RowLinear:
 
 
 @dataclass(frozen=True)
-class Weights:
+class AttentionWeights:
     """Of an attention layer, whole: q [heads * d, hidden], k and v [kv_heads * d, hidden], o [hidden, heads * d]."""
 
     q: Tensor
@@ -148,18 +148,20 @@ class Weights:
         """KV heads."""
         return len(self.k) // self.head_dim
 
-    def to(self, device: torch.device) -> Weights:
+    def to(self, device: torch.device) -> AttentionWeights:
         """The same on a device."""
         moved = (one.to(device) for one in (self.q, self.k, self.v, self.o))
-        return Weights(*moved, self.head_dim)
+        return AttentionWeights(*moved, self.head_dim)
 
-    def of(self, part: Share) -> Weights:
+    def of(self, part: Share) -> AttentionWeights:
         """Those of a rank's heads."""
         q, kv = (slice(s.start * self.head_dim, s.stop * self.head_dim) for s in (part.q, part.kv))
-        return Weights(self.q[q], self.k[kv], self.v[kv], self.o[:, q], self.head_dim)
+        return AttentionWeights(self.q[q], self.k[kv], self.v[kv], self.o[:, q], self.head_dim)
 
 
-def attention(ranks: Ranks, x: Tensor, weights: Weights, coding: Coding | None = None, layer: int = 0) -> Tensor:
+def attention(
+    ranks: Ranks, x: Tensor, weights: AttentionWeights, coding: Coding | None = None, layer: int = 0
+) -> Tensor:
     """Causal attention over a text, split by heads.
 
     Parameters
@@ -178,7 +180,7 @@ def attention(ranks: Ranks, x: Tensor, weights: Weights, coding: Coding | None =
     return ranks.all_reduce(partial(x.to(ranks.device), own.to(ranks.device), coding, layer))
 
 
-def partial(x: Tensor, own: Weights, coding: Coding | None = None, layer: int = 0) -> Tensor:
+def partial(x: Tensor, own: AttentionWeights, coding: Coding | None = None, layer: int = 0) -> Tensor:
     """What some heads add to attention, [tokens, hidden]; with all heads it is attention itself."""
     # each [heads, tokens, head_dim]
     q, k, v = (F.linear(x, weight).unflatten(1, (-1, own.head_dim)).transpose(0, 1) for weight in (own.q, own.k, own.v))

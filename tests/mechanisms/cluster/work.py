@@ -10,7 +10,7 @@ from kvlab.codecs.registry import build
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.recipe import Recipe
 from kvlab_mechanisms.cluster import sequence_parallel, tensor_parallel
-from kvlab_mechanisms.cluster.tensor_parallel import ColumnLinear, RowLinear, Weights, cut, share
+from kvlab_mechanisms.cluster.tensor_parallel import AttentionWeights, ColumnLinear, RowLinear, cut, share
 
 CODECS = ("hadamard", "int", "kivi", "d4", "oscar")
 
@@ -19,9 +19,11 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def weights(heads: int = 4, kv_heads: int = 2, head_dim: int = 16, hidden: int = 24) -> Weights:
+def weights(heads: int = 4, kv_heads: int = 2, head_dim: int = 16, hidden: int = 24) -> AttentionWeights:
     sizes = ((heads * head_dim, hidden), (kv_heads * head_dim, hidden), (kv_heads * head_dim, hidden))
-    return Weights(*(drawn(*size, seed=n) for n, size in enumerate(sizes)), drawn(hidden, heads * head_dim), head_dim)
+    return AttentionWeights(
+        *(drawn(*size, seed=n) for n, size in enumerate(sizes)), drawn(hidden, heads * head_dim), head_dim
+    )
 
 
 def calibration(kv_heads: int, head_dim: int) -> StreamCalibration:
