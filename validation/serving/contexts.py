@@ -2,8 +2,8 @@
 
     python -m validation.serving.contexts MODEL OUT.json LENGTH:REQUESTS,REQUESTS... CACHE...
 
-A cache is ``auto`` (the model's dtype), a dtype of vLLM's, or a recipe file. Prompts are windows of an encyclopedia.
-Seconds are the processor's, as in `validation.serving.arm`.
+A cache is ``auto`` (the model's dtype), a dtype of vLLM's, or a recipe file. Prompts are runs of an encyclopedia's
+tokens. Seconds are the processor's, as in `validation.serving.arm`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kvlab.core.errors import UserError
 from kvlab.core.records import read_json, write_json
 from validation.serving.arm import QUIET, start, timed
 
@@ -24,9 +25,18 @@ BYTES = 1 << 30
 
 def measured(model: Path, lengths: dict[int, list[int]], caches: list[str]) -> dict:
     """By cache what `answer` found."""
-    from validation.serving.quality import cut
+    from transformers import AutoTokenizer
 
-    prompts = {length: cut(model, 0, max(sizes), length)[1] for length, sizes in lengths.items()}
+    from kvlab.text.encyclopedia import extract
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = [one for article in extract() for one in tokenizer(article.text)["input_ids"]]
+    prompts = {
+        length: [ids[start:][:length] for start in range(0, max(sizes) * length, length)]
+        for length, sizes in lengths.items()
+    }
+    if (most := max(length * max(sizes) for length, sizes in lengths.items())) > len(ids):
+        raise UserError(f"the encyclopedia has {len(ids)} tokens of this model; asked for are {most}")
     task = {"model": str(model), "dtype": "bfloat16", "bytes": BYTES, "longest": max(lengths) + STEPS + 64}
     task |= {"prefix_caching": False, "prompts": prompts, "batches": lengths}
     return {Path(cache).stem: in_a_process(task | {"cache": cache}) for cache in caches}
@@ -40,9 +50,8 @@ def in_a_process(task: dict) -> list[dict]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVLAB_"))}
         arm = [sys.executable, "-m", "validation.serving.contexts", str(path)]
         out = subprocess.run(arm, check=True, stdout=subprocess.PIPE, text=True, env=clean | {"OMP_NUM_THREADS": "1"})
-    return json.loads(
-        next(line for line in out.stdout.splitlines() if line.startswith("ANSWER")).removeprefix("ANSWER")
-    )
+    (line,) = [line for line in out.stdout.splitlines() if line.startswith("ANSWER")]
+    return json.loads(line.removeprefix("ANSWER"))
 
 
 def answer(task: dict) -> list[dict]:

@@ -81,7 +81,7 @@ class KltColumns(TileTables):
         for column in range(first, end, size):
             width = min(size, end - column)
             z = scratch("components", self.lines, width).zero_()
-            held = further(width * self.groups * self.width if self.escapes.there else 0)
+            held = further(width * self.groups * self.width if self.escapes.there else 0, "columns")
             count = columns_numba.components(
                 data, pieces, column, self.places, self.active, self.escapes, *self.room(), z.numpy(), held
             )

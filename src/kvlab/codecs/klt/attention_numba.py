@@ -254,13 +254,14 @@ def finish(seen, of_runs, heads, way, mean, log_sum):
             floats_of(way.halves[group, component], way.row[group, component], numbers)
             for query in range(group * per, len(mean), heads):
                 for number in range(per):
-                    own, weighed = mean[query + number], total[query + number, component]
-                    first = number // heads_of_one * head_dim
+                    first, weighed = number // heads_of_one * head_dim, total[query + number, component]
+                    own, part = mean[query + number], numbers[first : first + head_dim]
                     for at in range(head_dim):
-                        own[at] += weighed * numbers[first + at]
+                        own[at] += weighed * part[at]
         for query in range(group * per, len(mean), heads):
             for number in range(per):
-                own, first = mean[query + number], number // heads_of_one * head_dim
+                first, second = number // heads_of_one * head_dim, total[query + number, width]
+                own, last = mean[query + number], first + head_dim
+                column, shift = way.column[group, first:last], way.shift[group, first:last]
                 for at in range(head_dim):
-                    own[at] *= way.column[group, first + at]
-                    own[at] += way.mean[group, first + at] + total[query + number, width] * way.shift[group, first + at]
+                    own[at] = own[at] * column[at] + way.mean[group, first:last][at] + second * shift[at]

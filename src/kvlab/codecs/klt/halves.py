@@ -6,7 +6,9 @@ import math
 import threading
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -53,14 +55,20 @@ def power_above(matrix: Tensor, axis: int) -> Tensor:
 _LENT = threading.local()
 
 
+def lent(name: str, shape: tuple[int, ...], dtype: type = np.float32) -> NDArray:
+    """An array that whoever asks next in this thread for that name is given again: new memory costs more than its use.
+
+    A name is of one dtype.
+    """
+    size = math.prod(shape)
+    held = _LENT.__dict__.get(name)
+    if held is None or held.size < size:
+        held = _LENT.__dict__[name] = np.empty(size, dtype)
+    return held[:size].reshape(shape)
+
+
 def scratch(name: str, *shape: int, device: torch.device | None = None) -> Tensor:
-    """A float32 array that whoever asks next in this thread is given again: new memory costs more than its use."""
+    """`lent` in float32, as a tensor; on another device than a CPU a new one."""
     if device is not None and device.type != "cpu":
         return torch.empty(shape, dtype=torch.float32, device=device)
-    size = math.prod(shape)
-    lent = getattr(_LENT, name, None)
-    if lent is None or lent.numel() < size:
-        with torch.inference_mode(False):  # one made in that mode could not be written to outside of it
-            lent = torch.empty(size, dtype=torch.float32)
-        setattr(_LENT, name, lent)
-    return lent[:size].view(shape)
+    return torch.from_numpy(lent(name, shape))

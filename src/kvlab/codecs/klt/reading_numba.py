@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlab.codecs.klt import attention_numba, tiles_numba
 from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
-from kvlab.codecs.klt.halves import HalfMatrix, scratch
+from kvlab.codecs.klt.halves import HalfMatrix, lent, scratch
 from kvlab.codecs.klt.plain import turn
 from kvlab.codecs.klt.reading import Looked, RowReader, digits_of, plain_of, refuse
 from kvlab.codecs.klt.synthesis import Synthesis
@@ -42,8 +42,8 @@ class TileTables:
         """What `tiles_numba.values` works in: symbols, components, and what escaped vectors hold beside them."""
         most = TILE * self.groups * self.width if self.escapes.there else 0
         # a row is 64 bytes longer than it has to be: at powers of two rows drive each other out of the near cache
-        symbols = np.empty((self.groups * (self.width + 1), TILE + 64), np.uint8)
-        return symbols, scratch("tile", self.lines, TILE + 16).numpy(), further(most)
+        symbols = lent("symbols", (self.groups * (self.width + 1), TILE + 64), np.uint8)
+        return symbols, lent("tile", (self.lines, TILE + 16)), further(most, "tile")
 
     def to_tokens(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
         """What makes tokens less their mean of a tile's rows, of each group [rows, width].
@@ -93,7 +93,7 @@ class TileLoop(TileTables):
 
     def tables(self) -> tuple:
         """What `tiles_numba.tile` reads, and what it works in."""
-        return self.active, self.escapes, np.empty((self.bytes, TILE), np.uint8), *self.room()
+        return self.active, self.escapes, lent("columns", (self.bytes, TILE), np.uint8), *self.room()
 
 
 class TileAttention:
@@ -171,20 +171,23 @@ class TileAttention:
 
     def _keys(self, pages: NDArray, slots: NDArray, to_keys: tuple[Tensor, ...]) -> NDArray:
         """K less its mean, float32 [groups * width, n]."""
-        loop, held = self.k.read, further(BESIDE)
-        z = scratch("components", loop.lines, len(slots))
-        out = scratch("keys", loop.groups * loop.width, len(slots))
-        count = tiles_numba.components(pages, slots, 0, *loop.tables(), z.numpy(), held)
+        loop, held, width = self.k.read, further(BESIDE, "keys"), self.k.read.width
+        z = lent("components", (loop.lines, len(slots)))
+        out = lent("keys", (loop.groups * width, len(slots)))
+        count = tiles_numba.components(pages, slots, 0, *loop.tables(), z, held)
         refuse(max(-count, 0))
+        keys, parts = torch.from_numpy(out), torch.from_numpy(z)
         if count > BESIDE:
-            whole = loop.in_parts(torch.from_numpy(pages), slots, 0, 1) @ self.k.plan.inverse
-            return out.copy_(whole.mT.flatten(0, 1)).numpy()
-        for own, matrix, part in zip(out.split(loop.width), to_keys, z.split(loop.rows), strict=True):
-            own.copy_(matrix.mT @ part.to(matrix.dtype))
-        keys = out.numpy()
+            keys.copy_((loop.in_parts(torch.from_numpy(pages), slots, 0, 1) @ self.k.plan.inverse).mT.flatten(0, 1))
+            return out
+        first = 0
+        for matrix, own in zip(to_keys, keys.split(width), strict=True):
+            part, first = parts[first : first + len(matrix)].to(matrix.dtype), first + len(matrix)
+            made = lent("keys as made", (width, len(slots) * matrix.dtype.itemsize), np.uint8)
+            own.copy_(torch.mm(matrix.mT, part, out=torch.from_numpy(made).view(matrix.dtype)))
         if count:
-            tiles_numba.add_beside(held, count, loop.way, keys)
-        return keys
+            tiles_numba.add_beside(held, count, loop.way, out)
+        return out
 
 
 def in_threads(part: Callable[[int], int], parts: int) -> Iterator[int]:
@@ -199,9 +202,10 @@ def pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="kvlab-pages")
 
 
-def further(most: int) -> Beside:
-    """Room for so many values."""
-    return Beside(np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32))
+def further(most: int, name: str) -> Beside:
+    """Room for so many values, which the next call of that name in this thread is given too."""
+    kinds = zip(Beside._fields, (np.int32, np.int32, np.float32), strict=True)
+    return Beside(*(lent(f"{name} {field}", (most,), kind) for field, kind in kinds))
 
 
 def way_of(plan: Synthesis, matrix: HalfMatrix) -> tiles_numba.Way:
