@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 import kvlab
 import tiny
+from kvlab.cache.files.calibration import load_calibration, read_header
 from kvlab.calibration.calibrate import calibrate
 from kvlab.cli import costs, measure, measuring
 from kvlab.cli import main as cli
 from kvlab.codecs.base import Site
 from kvlab.codecs.registry import build
 from kvlab.core.errors import CorpusError
+from kvlab.core.model import resolve_folder
 from kvlab.core.recipe import Cell
 from kvlab.measure import quick_run
 from kvlab.stats import kl_scale
@@ -185,6 +187,21 @@ def test_formats_of_engines_have_a_row_each_and_the_models_biases_no_text(run, t
     out = tmp_path / "q4_0.kv"
     cli.main(["calibrate", "--model", str(tiny_model), "--codec", "q4_0+bias", "--out", str(out)])
     assert "no text was needed" in capsys.readouterr().out and out.is_file()
+
+
+def test_wush_reads_a_calibration_and_runs_in_a_cache(run, texts, tmp_path, tiny_model):
+    code, said, err = run("--codec", "wush", "--bits", 2, "--calib-text", texts[1], "--json", tmp_path / "found.json")
+    assert code == 0 and "calibrated on" in said, err
+    (row,) = found(tmp_path / "found.json")["rows"][1:]
+    assert row["codec"] == "wush" and 2.4 < row["bits_per_value"] < 3 and "Cache" in said
+    words = ("--model", tiny_model, "--text", texts[1], "--context", 64, "--windows", 6, "--codec", "wush", "--bits", 2)
+    files = [tmp_path / name for name in ("whole.kv", "decoder.kv")]
+    cli.main([str(word) for word in ("calibrate", *words, "--out", files[0], "--decoder", files[1])])
+    info, chosen = resolve_folder(tiny_model), read_header(files[0]).recipe.k
+    codecs = [build(chosen, load_calibration(path, info).stream(chosen, "k")) for path in files]
+    x = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(0))
+    encoded = codecs[0].encode(x, Site(0, 1, "k"))
+    assert torch.equal(codecs[0].decode(encoded), codecs[1].decode(encoded))
 
 
 def test_rivals_that_see_all_layers_are_measured_beside_archive(run, texts, tiny_model, tmp_path):

@@ -15,11 +15,13 @@ from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.codec import KltCodec
 from kvlab.codecs.klt.components import Components
 from kvlab.codecs.oscar import OscarStream
+from kvlab.codecs.wush import WushStream
 from kvlab.core.recipe import Recipe, StreamRecipe
 
 STREAMS = ("k", "v")
-# What of `Whitener` and of `Components` a decoder reads, and a table: of `oscar`, and of a codec after a front.
-TURNED, CONDITIONED = {"chol", "covariance", "mean"}, {"inv_chol", "mean", "table"}
+# What of `Whitener` and of `Components` a decoder reads, and a table: of `oscar`, of `wush`, and after a front.
+TURNED, BALANCED = {"chol", "covariance", "mean"}, {"covariance", "forward", "mean"}
+CONDITIONED = {"inv_chol", "mean", "table"}
 
 
 def decoding_tensors(recipe: Recipe, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -52,6 +54,8 @@ def read_of(chosen: StreamRecipe) -> set[str]:
 
     Of components it reads no others to encode.
     """
+    if isinstance(chosen, WushStream):
+        return BALANCED
     kept = TURNED if isinstance(chosen, OscarStream) else CONDITIONED
     return kept | ({"forward"} if getattr(chosen, "weigh", False) else set())
 

@@ -231,7 +231,7 @@ class UltraQuant(Fp4):
         """See `Fp4.codes`; a tie goes to the lesser value, and zero has no sign."""
         levels = torch.tensor([*(-level for level in LEVELS[:0:-1]), *LEVELS], dtype=torch.float32)
         levels = levels.to(values.device)
-        place = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2) - (len(LEVELS) - 1)
+        place = torch.bucketize(values.contiguous(), (levels[1:] + levels[:-1]) / 2) - (len(LEVELS) - 1)
         return place.abs().to(torch.uint8) | (place < 0).to(torch.uint8) << 3
 
 
@@ -247,7 +247,7 @@ class LloydMax(VllmType):
         norm = rows.norm(dim=-1)
         turned = rotation.hadamard(pad(rows / (norm + 1e-8)[..., None], (0, width - rows.shape[-1]))) / width**0.5
         table = gaussian_table(width, self.bits).to(rows.device)
-        codes = torch.bucketize(turned, (table[1:] + table[:-1]) / 2, right=True)
+        codes = torch.bucketize(turned.contiguous(), (table[1:] + table[:-1]) / 2, right=True)
         return packing.pack(codes, self.bits), fp16.nearest(norm, "norm", layer)
 
     def unpack(self, arrays: Arrays, shape: tuple[int, int, int]) -> Tensor:
