@@ -44,6 +44,7 @@ VOCABULARY = 512
 SMALL = {
     "windows": {"context": 64, "eval": 17, "test": 12, "calib": 2},
     "cells": {name: None for name in ("k2v2", "k4v2", "k2v4", "k3v4", "k4v4")},
+    "baseline": {"windows": 12},
     "layers": {"windows": 12, "dtype": "float32", "protocols": ["in_forward"]},
     "noise": {"windows": 12, "groups": ["all"]},
     "mitigations": {"windows": 12, "protocols": ["snapshot"]},
