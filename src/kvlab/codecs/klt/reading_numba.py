@@ -21,6 +21,7 @@ from kvlab.codecs.klt.tiles_numba import TILE, Beside
 from kvlab.codecs.shared.apart import apart
 
 SHARE = 256  # tokens that are worth a thread of their own
+COLUMNS = 64  # of K that a product makes are so many or a multiple: in bfloat16 each new size takes torch a millisecond
 BESIDE = 8192  # values of components without bits that escaped vectors of a part may hold; usual ones hold some 20
 
 
@@ -170,20 +171,22 @@ class TileAttention:
         return torch.from_numpy(mean).view(q.shape), torch.from_numpy(log_sum).view(queries, heads)
 
     def _keys(self, pages: NDArray, slots: NDArray, to_keys: tuple[Tensor, ...]) -> NDArray:
-        """K less its mean, float32 [groups * width, n]."""
+        """K less its mean, float32 [groups * width, n or more]; what is after n means nothing."""
         loop, held, width = self.k.read, further(BESIDE, "keys"), self.k.read.width
-        z = lent("components", (loop.lines, len(slots)))
-        out = lent("keys", (loop.groups * width, len(slots)))
+        size = len(slots) + -len(slots) % COLUMNS
+        z = lent("components", (loop.lines, size))
+        out = lent("keys", (loop.groups * width, size))
         count = tiles_numba.components(pages, slots, 0, *loop.tables(), z, held)
         refuse(max(-count, 0))
         keys, parts = torch.from_numpy(out), torch.from_numpy(z)
         if count > BESIDE:
-            keys.copy_((loop.in_parts(torch.from_numpy(pages), slots, 0, 1) @ self.k.plan.inverse).mT.flatten(0, 1))
+            whole = loop.in_parts(torch.from_numpy(pages), slots, 0, 1) @ self.k.plan.inverse
+            keys[:, : len(slots)] = whole.mT.flatten(0, 1)
             return out
         first = 0
         for matrix, own in zip(to_keys, keys.split(width), strict=True):
             part, first = parts[first : first + len(matrix)].to(matrix.dtype), first + len(matrix)
-            made = lent("keys as made", (width, len(slots) * matrix.dtype.itemsize), np.uint8)
+            made = lent("keys as made", (width, size * matrix.dtype.itemsize), np.uint8)
             own.copy_(torch.mm(matrix.mT, part, out=torch.from_numpy(made).view(matrix.dtype)))
         if count:
             tiles_numba.add_beside(held, count, loop.way, out)
