@@ -132,10 +132,13 @@ params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parame
 	@"$(BIN)/python" workflow/scripts/params_docs.py
 	@"$(BIN)/python" workflow/scripts/metrics_schema.py
 
-headline: $(READY)  ## the block at the top of README.md, from results/ (MODEL=SLUG)
+headline: $(READY)  ## README's blocks from results/, and the pages of the same run into docs/results/ (MODEL=SLUG)
 	@"$(BIN)/python" -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
 		--comparison results/gap/models/comparison.json --claims results/gate/claims.json \
 		--benchmarks results/benchmarks --readme README.md
+	@rm -rf docs/results && mkdir -p docs/results/gap docs/results/gate
+	@cp -r results/gap/FINDINGS.md results/gap/report.html results/gap/figures docs/results/gap/
+	@cp results/gate/GATE.md results/gate/GATE-reasons.md results/gate/detection.svg docs/results/gate/
 
 audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md
 	"$(BIN)/python" -m kvlab step audit --out results/audit/AUDIT.md

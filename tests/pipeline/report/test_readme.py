@@ -112,6 +112,16 @@ def test_the_committed_readme_says_what_its_numbers_say(root):
     assert readme.check(root / "README.md") == []
 
 
+@pytest.mark.parametrize("name", ["headline", "codecs"])
+def test_every_interval_of_the_committed_readme_stands_on_the_published_page(root, name):
+    """README's tables and `docs/results/gap/FINDINGS.md` are of one run."""
+    _, block, _ = readme.split((root / "README.md").read_text(), root / "README.md", name)
+    intervals = set(re.findall(r"[-.\d]+ \[[^]]+\]", block))
+    assert intervals and intervals <= set(
+        re.findall(r"[-.\d]+ \[[^]]+\]", (root / "docs/results/gap/FINDINGS.md").read_text())
+    )
+
+
 def test_no_cost_is_typed_into_the_committed_readme(root):
     """Every KL, bit and second that a run found stands in a block that its numbers generate."""
     text = (root / "README.md").read_text()
