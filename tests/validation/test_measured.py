@@ -36,6 +36,7 @@ RUN = {
 """Pages whose consoles a test runs as they stand there."""
 SETTINGS = {
     ("codec.md", "| name | what it is | calibrated |"): "a version in a name",
+    ("codec.md", "| name | engine and option | bits per value | held against |"): "the bits of a format, by its rule",
     ("codec.md", "| the vector | what is stored |"): "ranges of the stream's format",
     (
         "command-line.md",

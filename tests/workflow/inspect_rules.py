@@ -130,7 +130,7 @@ def described(rule):
 
 def job_inputs(rule, engine):
     """The inputs of a job on `engine`, its code among them; other wildcards are left as they are written."""
-    wildcards = SimpleNamespace(model="reference", engine=engine, study="cells")
+    wildcards = SimpleNamespace(model="smollm2-135m", engine=engine, study="cells")
     code = rule.params.get("code")
     files = list(getattr(code(wildcards) if callable(code) else code, "files", []))
     for item in rule.input:

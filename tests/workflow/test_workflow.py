@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 import embedded
+from kvlab.core.paramfile import read_yaml
 from kvlab.core.params import Params
 from kvlab.core.recipe import CODECS
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.processes import engines_of, units
-from kvlab_pipeline.studies.settings import read_params
+from kvlab_pipeline.studies.settings import by_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAKEMAKE = [sys.executable, "-m", "snakemake"]
@@ -286,7 +287,7 @@ def test_an_unknown_preset_is_refused_with_the_nearest_name(tmp_path):
 def test_a_preset_runs_apart_from_the_root(tmp_path, preset, params):
     made = script("workspace.py", preset, "--at", tmp_path)
     assert made.returncode == 0, made.stderr
-    own = read_params(tmp_path / "params.yaml")
+    own = next(iter(by_model(read_yaml(tmp_path / "params.yaml")).values()))  # `full` lists two models
     assert (own == params) == (preset == embedded.NAME)
     assert (own.windows.test > params.windows.test) == (preset == "confirm")
     assert (tmp_path / "src").samefile(ROOT / "src")
