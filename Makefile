@@ -136,9 +136,10 @@ headline: $(READY)  ## README's blocks from results/, and the pages of the same 
 	@"$(BIN)/python" -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
 		--comparison results/gap/models/comparison.json --claims results/gate/claims.json \
 		--benchmarks results/benchmarks --readme README.md
-	@rm -rf docs/results && mkdir -p docs/results/gap docs/results/gate
-	@cp -r results/gap/FINDINGS.md results/gap/report.html results/gap/figures docs/results/gap/
-	@cp results/gate/GATE.md results/gate/GATE-reasons.md results/gate/detection.svg docs/results/gate/
+	@rm -rf docs/results && mkdir -p docs/results/gap/figures docs/results/gate
+	@cp results/gap/FINDINGS.md results/gap/report.html docs/results/gap/ && cp results/gap/figures/*.svg docs/results/gap/figures/
+	@for page in GATE.md GATE-reasons.md; do sed 's|(\.\./\.\./docs/|(../../|g' results/gate/$$page >docs/results/gate/$$page; done
+	@cp results/gate/detection.svg docs/results/gate/
 
 audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md
 	"$(BIN)/python" -m kvlab step audit --out results/audit/AUDIT.md
