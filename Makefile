@@ -105,10 +105,10 @@ bench-ranks: $(READY)  ## what several processes send each other -> results/serv
 	@"$(BIN)/snakemake" results/ranks/$(MODEL)/CLUSTER.md $(ARGS)
 	@mkdir -p results/serving && cp results/ranks/$(MODEL)/CLUSTER.md results/serving/CLUSTER.md
 
-bench-micro: $(READY)  ## single operations of mechanisms beside other libraries -> results/micro/BENCH.md and docs/micro.md
+bench-micro: $(READY)  ## single operations of mechanisms beside other libraries -> results/micro/BENCH.md and results/serving/MICRO.md
 	@$(RIVALS)
 	@PYTHONPATH="$(CURDIR)/.venv/rivals" "$(BIN)/snakemake" results/micro/BENCH.md $(ARGS)
-	@cp results/micro/BENCH.md docs/micro.md
+	@mkdir -p results/serving && cp results/micro/BENCH.md results/serving/MICRO.md
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
 	"$(BIN)/python" -m kvlab step reference --out models/reference $(ARGS)
