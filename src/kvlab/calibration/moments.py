@@ -6,6 +6,7 @@ windows are made from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,11 +138,11 @@ class ModelMoments:
     info : ModelInfo
     extent : Extent
         All the text that will come, in any order.
-    angles : tuple of Tensor
-        cos and sin of the rotary embedding at the positions of a window, [tokens, pairs] each.
+    angles : sequence of tuple of Tensor
+        By layer, cos and sin of the rotary embedding at the positions of a window, [tokens, pairs] each.
     """
 
-    def __init__(self, info: ModelInfo, extent: Extent, angles: tuple[Tensor, Tensor]):
+    def __init__(self, info: ModelInfo, extent: Extent, angles: Sequence[tuple[Tensor, Tensor]]):
         self.info, self.extent, self.angles = info, extent, angles
         self.queries: dict[int, QueryMoments] = {}
         self.rows: dict[tuple[int, Part], Moments] = {}
@@ -168,7 +169,7 @@ class ModelMoments:
         if part == "q":
             if layer not in self.queries:
                 self.queries[layer] = QueryMoments(extent, heads, self.info.head_dim, x.device)
-            self.queries[layer].update(x, window, self.angles)
+            self.queries[layer].update(x, window, self.angles[layer])
             return
         if (layer, part) not in self.rows:
             width = heads * self.info.head_dim // self.groups

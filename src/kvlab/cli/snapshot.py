@@ -312,8 +312,8 @@ def _coder(ready, model, chunk_tokens: int, tokens: int):
 
     if ready is None:
         return None
-    geometry, turn = model.geometry(chunk_tokens), model.turn(tokens)
-    return recipe_coder(geometry, ready.recipe, ready.calibration, ready.layers, turn=turn)
+    geometry, turns = model.geometry(chunk_tokens), model.turns(tokens)
+    return recipe_coder(geometry, ready.recipe, ready.calibration, ready.layers, turns=turns)
 
 
 def _decoder(snapshot, info, ready):
@@ -323,7 +323,7 @@ def _decoder(snapshot, info, ready):
     own = snapshot.manifest.identity
     model = _model(info, own.geometry.dtype)
     return _coder(ready, model, own.geometry.chunk_tokens, snapshot.length) or coder_for(
-        own, None, model.turn(snapshot.length)
+        own, None, model.turns(snapshot.length)
     )
 
 

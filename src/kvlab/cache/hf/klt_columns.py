@@ -91,7 +91,7 @@ class KltColumns(TileTables):
 
 def gathered(row: TokenRow) -> tuple[np.ndarray, np.ndarray]:
     """All coded bytes of a row, and where which lie: `data` and `pieces` of `columns_numba.components`."""
-    parts, pieces, at, column = [], [], 0, row.pads + row.first
+    parts, pieces, at, column = [], [], 0, row.start + row.first
     for block in row.blocks:
         (array,) = arrays_of(block.encoded)
         pieces.append((at, column, block.tokens, block.encoded.shape[1]))
