@@ -29,6 +29,7 @@ FLOORS = {
         "codecs": 2,
         "output": 2,
         "weights": 3,
+        "advice": 3,
         "attention": 3,
         "engines": 3,
         "calibration": 4,
