@@ -22,10 +22,10 @@ from kvlab.codecs.base import Site
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.klt import KltStream
-from kvlab.codecs.klt.grouping import joined
 from kvlab.codecs.oscar import OscarStream
 from kvlab.codecs.recipes import named_recipe
 from kvlab.codecs.registry import build
+from kvlab.codecs.shared.grouping import joined
 from kvlab.codecs.shared.metric import ridged
 from kvlab.codecs.stream.published import read_centroids
 from kvlab.core.errors import CalibrationMismatch

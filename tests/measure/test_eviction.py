@@ -105,7 +105,7 @@ def test_it_is_measured_and_computed_again(hf_engine, tiny_windows, policy):
     asked = mechanism(f"{policy}:percent=50,sinks=2" + (",recent=8" if policy != "sinks" else ""))
     rows = windows.test[:1]
     (found,) = score(
-        hf_engine, rows, windows.context, [], "snapshot", lambda: PlainModel(hf_engine.info.path),
+        hf_engine, rows, windows.context, [], lambda: PlainModel(hf_engine.info.path),
         [mechanism_variant(asked, hf_engine, "snapshot")],
     )  # fmt: skip
     assert found.tokens["kl"].mean() > 0 and found.witnessed == found.witnessed_kl < 1e-5

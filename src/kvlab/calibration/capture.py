@@ -22,7 +22,7 @@ from kvlab.calibration.facts import header_facts
 from kvlab.calibration.joint import JointTap, OutputsTap, RowsTap
 from kvlab.calibration.metrics import Angles, ErrorMetrics
 from kvlab.calibration.moments import STREAMS, Extent, ModelMoments, QueryMoments
-from kvlab.codecs.klt.moments import Moments
+from kvlab.codecs.shared.moments import Moments
 from kvlab.core.errors import CalibrationMismatch, NonFinite, UserError
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params

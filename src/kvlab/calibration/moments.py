@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codecs.klt.grouping import heads_together, joined
-from kvlab.codecs.klt.moments import Moments
+from kvlab.codecs.shared.grouping import heads_together, joined
 from kvlab.codecs.shared.metric import rotated
+from kvlab.codecs.shared.moments import Moments
 from kvlab.core.errors import Fault, NonFinite
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Placement

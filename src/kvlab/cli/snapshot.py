@@ -37,7 +37,7 @@ SNAPSHOT = Verbs(
     """\
 The KV cache of a context as a file: save, inspect, verify, restore, diff.
 
-Prefill once, ask many times (docs/kvstore.md).""",
+Prefill once, ask many times (docs/snapshots.md).""",
     ends="""
 Exit codes: 0 done, whole, the same; 1 damaged, another model's, different, or the warm run is not the cold one; 2 the
 input is wrong, or a file cannot be judged.""",

@@ -211,7 +211,8 @@ class CodecVariant(Variant):
     def cost(self, notes: Sequence[dict], info: ModelInfo, context: int, tokens: int) -> CacheCost:
         """See `Variant`."""
         self.coder.tally = Tally.total(one["tally"] for one in notes)
-        coding = self.coder.coding(info, context, self.cell.dtype)
+        coded = context if self.cell.span == "context" else tokens
+        coding = self.coder.coding(info, coded, self.cell.dtype)
         stored = coding.bits_per_value * info.values_per_token / 8
         read = read_of(stored, context, tokens, info)
         return CacheCost(coding.bits_per_value, stored, read, coding)
