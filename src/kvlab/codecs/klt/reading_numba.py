@@ -147,7 +147,7 @@ class TileAttention:
             A row is none that could have been written.
         """
         queries, heads, head_dim = q.shape
-        of_runs = x.queries()
+        of_runs = x.queries
         seen = attention_numba.Seen(
             np.full(len(of_runs) * heads, -np.inf, np.float32),
             np.zeros(len(of_runs) * heads, np.float32),

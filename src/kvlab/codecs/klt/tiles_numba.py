@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, int32, uint8
+from numba import float32, int32, uint8, uint16
 from numpy.typing import NDArray
 
 from kvlab.codecs.klt.bits import VALUE_BITS
@@ -211,7 +211,7 @@ def _numbers(symbols, tokens, component, place, first, last, out):
 
 
 @compiled
-def _put(value, group, index, token, a, z, further, count):
+def _place(value, group, index, token, a, z, further, count):
     """Put the value of a component into z, or beside it where that has no bits; how many are beside it then."""
     width = len(a.place) // len(a.end)
     row = a.place[group * width + index]
@@ -250,7 +250,7 @@ def _without_tables(symbols, tokens, group, a, e, z, further, count):
     for number in range(len(tokens)):
         for at in range(width):
             value = vectors[number, at] * e.unit[group] / e.deviation[group, at]
-            count = _put(float32(value), group, at, tokens[number], a, z, further, count)
+            count = _place(float32(value), group, at, tokens[number], a, z, further, count)
     return count
 
 
@@ -283,9 +283,9 @@ def _escaped(symbols, tokens, pairs, group, a, e, z, further, count):
                 if further.token[at] == tokens[number] and further.component[at] == group * width + index[number]:
                     same = at
             if same >= 0:
-                _put(value, group, index[number], tokens[number], a, z, further, same)
+                _place(value, group, index[number], tokens[number], a, z, further, same)
             else:
-                count = _put(value, group, index[number], tokens[number], a, z, further, count)
+                count = _place(value, group, index[number], tokens[number], a, z, further, count)
     return count
 
 
@@ -404,26 +404,26 @@ def vectors(rows, slots, first, a, e, columns, symbols, z, further, out):
 
 
 @compiled
-def _put_row(numbers, out, row, start):
-    """Put numbers at `start` of a row of `out`, float32, or bfloat16 as its bits, uint16, to which they are rounded."""
+def _put(numbers, out):
+    """Put numbers float32 into `out` [n], float32, or bfloat16 as its bits, uint16, to which they are rounded."""
     if out.itemsize == 2:
         bits = numbers.view(np.int32)
-        for at in range(len(numbers)):
-            out[row, start + at] = (bits[at] + 0x7FFF + ((bits[at] >> 16) & 1)) >> 16
+        for at in range(len(out)):  # 32 bits throughout: of wider ones no compiler makes vectors
+            out[at] = uint16((bits[at] + int32(0x7FFF) + ((bits[at] >> int32(16)) & int32(1))) >> int32(16))
     else:
-        for at in range(len(numbers)):
-            out[row, start + at] = numbers[at]
+        for at in range(len(out)):
+            out[at] = numbers[at]
 
 
 @compiled
 def to_tokens(way, a, out):
-    """What makes tokens less their mean of a tile's rows [active + 2 * groups, width], written; see `_put_row`."""
+    """What makes tokens less their mean of a tile's rows [active + 2 * groups, width], written; see `_put`."""
     groups, width = way.shift.shape
     numbers, rest = np.empty(width, np.float32), np.empty(width, np.float32)
     for group in range(groups):
         scale = a.end[group]
         rest[:] = 0
-        _put_row(way.shift[group], out, scale + 1, 0)
+        _put(way.shift[group], out[scale + 1])
         for component in range(width):
             to, constant = a.place[group * width + component], a.constant[group * width + component]
             if to < 0 and constant == 0:
@@ -432,16 +432,16 @@ def to_tokens(way, a, out):
             for at in range(width):
                 numbers[at] *= way.column[group, at]
             if to >= 0:
-                _put_row(numbers, out, to, 0)
+                _put(numbers, out[to])
             else:
                 for at in range(width):
                     rest[at] += constant * numbers[at]
-        _put_row(rest, out, scale, 0)
+        _put(rest, out[scale])
 
 
 @compiled
 def add_beside(beside, count, way, k):
-    """Add to tokens [groups * width, n] what lies beside their rows; see `_put_row`."""
+    """Add to tokens [groups * width, n] what lies beside their rows; see `_put`."""
     width = way.shift.shape[1]
     numbers, whole = np.empty(width, np.float32), np.empty(1, np.float32)
     bits = whole.view(np.int32)
@@ -455,14 +455,14 @@ def add_beside(beside, count, way, k):
             else:
                 whole[0] = k[row, token]
             whole[0] += numbers[at] * beside.value[number] * way.column[group, at]
-            _put_row(whole, k, row, token)
+            _put(whole, k[row, token : token + 1])
 
 
 @compiled
 def gathered(z, count, start, further, more, out, beside, found):
     """Put a tile's components at token `start` of `out`, and what lies beside them; how many lie there then."""
     for row in range(len(out)):
-        _put_row(z[row, :count], out, row, start)
+        _put(z[row, :count], out[row, start : start + count])
     for at in range(more):
         if found < len(beside.token):
             beside.token[found], beside.component[found] = start + further.token[at], further.component[at]
@@ -480,7 +480,7 @@ def components(rows, slots, first, a, e, columns, symbols, z, further, out, besi
     rows, slots, first, a, e, columns, symbols, z, further
         See `tile`.
     out : array
-        [active + 2 * groups, n], written; see `_put_row`.
+        [active + 2 * groups, n], written; see `_put`.
     beside : Beside
         Written, of all tokens.
 

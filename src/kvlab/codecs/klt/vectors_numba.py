@@ -36,29 +36,29 @@ def _at(context, builder, kind, array, index, vector):
     return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
 
 
-@intrinsic
-def _sixteen(_typing, table, first, pair, symbols, at, out, to):
-    """Values of the symbols at `at`, `at` + 1, ... by the table at `first`, of two vectors where it is a `pair`."""
+def _permuting(name, tables):
+    """Values of the symbols at `at`, `at` + 1, ... by the table at `first`, so many vectors long, by an instruction."""
 
-    def made(context, builder, signature, given):
-        kinds, (table, first, pair, symbols, at, out, to) = signature.args, given
-        low = _at(context, builder, kinds[0], table, first, FLOATS)
-        index = builder.load(_at(context, builder, kinds[3], symbols, at, BYTES), align=1)
-        index, below = builder.zext(index, WHOLES), builder.load(low, align=4)
-        slot = _at(context, builder, kinds[5], out, to, FLOATS)
-        with builder.if_else(pair) as (two, one):
-            with two:
-                high = builder.load(builder.gep(low, [ir.IntType(32)(1)]), align=4)
-                both = ir.FunctionType(FLOATS, [FLOATS, WHOLES, FLOATS])
-                both = get_or_insert_function(builder.module, both, "llvm.x86.avx512.vpermi2var.ps.512")
-                builder.store(builder.call(both, [below, index, high]), slot, align=4)
-            with one:
-                single = ir.FunctionType(FLOATS, [FLOATS, WHOLES])
-                single = get_or_insert_function(builder.module, single, "llvm.x86.avx512.permvar.sf.512")
-                builder.store(builder.call(single, [below, index]), slot, align=4)
-        return context.get_dummy_value()
+    @intrinsic
+    def sixteen(_typing, table, first, symbols, at, out, to):
+        def made(context, builder, signature, given):
+            kinds, (table, first, symbols, at, out, to) = signature.args, given
+            start = _at(context, builder, kinds[0], table, first, FLOATS)
+            parts = [builder.load(builder.gep(start, [ir.IntType(32)(n)]), align=4) for n in range(tables)]
+            index = builder.load(_at(context, builder, kinds[2], symbols, at, BYTES), align=1)
+            given = [parts[0], builder.zext(index, WHOLES), *parts[1:]]
+            kind = ir.FunctionType(FLOATS, [part.type for part in given])
+            found = builder.call(get_or_insert_function(builder.module, kind, name), given)
+            builder.store(found, _at(context, builder, kinds[4], out, to, FLOATS), align=4)
+            return context.get_dummy_value()
 
-    return types.void(table, types.intp, types.boolean, symbols, types.intp, out, types.intp), made
+        return types.void(table, types.intp, symbols, types.intp, out, types.intp), made
+
+    return sixteen
+
+
+_of_16 = _permuting("llvm.x86.avx512.permvar.sf.512", 1)
+_of_32 = _permuting("llvm.x86.avx512.vpermi2var.ps.512", 2)
 
 
 @intrinsic
@@ -83,10 +83,12 @@ def look_up(table, first, most, symbols, count, out):
 
     `symbols` and `out`, float32, have room for a multiple of sixteen.
     """
-    last = first + (LANES if most < LANES else 2 * LANES)
-    if PERMUTES and most < 2 * LANES and last <= len(table):
+    if PERMUTES and most < LANES and first + LANES <= len(table):
         for token in range(0, count, LANES):
-            _sixteen(table, first, most >= LANES, symbols, token, out, token)
+            _of_16(table, first, symbols, token, out, token)
+    elif PERMUTES and most < 2 * LANES and first + 2 * LANES <= len(table):
+        for token in range(0, count, LANES):
+            _of_32(table, first, symbols, token, out, token)
     else:
         own = table[first:]
         for token in range(count):

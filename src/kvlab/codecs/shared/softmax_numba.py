@@ -41,7 +41,7 @@ def widen(part, out, ints):
     """Numbers, float32 or bfloat16 as its bits, uint16, into float32 `out`, whose bits are `ints`."""
     if part.itemsize == 2:
         for at in range(len(out)):
-            ints[at] = int32(part[at]) << 16
+            ints[at] = int32(part[at]) << int32(16)
     else:
         for at in range(len(out)):
             out[at] = part[at]
