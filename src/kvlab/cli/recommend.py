@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from kvlab.cli.flags import (
     model_folder,
     number,
     path,
+    result,
     switch,
     whole,
     window_count,
@@ -59,6 +62,7 @@ def recommend_verb(
     windows: Annotated[int, window_count("so many, spread over the text; half choose, half confirm", MOST)] = MOST,
     no_witness: NoWitness = False,
     json: Annotated[Path | None, EVERYTHING] = None,
+    html: Annotated[Path | None, result("the same as a page for people, one file that needs no other")] = None,
 ) -> None:
     """Say which cache format to take, on your model, in the engine that you serve with.
 
@@ -82,7 +86,8 @@ def recommend_verb(
         raise UserError(f"--bits {bits:g}; allowed: more than 0, at most 16")
     config = checked.config_of(model)
     scored = checked.readable_text(text, context + eval, config)
-    checked.writable(json)
+    for file in (json, html):
+        checked.writable(file)
     asked = [SERVING[name] for name in dict.fromkeys(engine or SERVING)]
     wish = LossWish(loss or "small", bits)
 
@@ -97,6 +102,11 @@ def recommend_verb(
         from kvlab.core.records import write_json
 
         write_json(json, found.data())
+    if html:
+        from kvlab.advice.page import page
+        from kvlab.core.records import write_text
+
+        write_text(html, page(found.data(), shlex.join(["kvlab", *sys.argv[1:]])))
     print("\n".join(_ending(found, wish)))
 
 
