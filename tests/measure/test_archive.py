@@ -96,7 +96,11 @@ def test_expected_attention_is_what_a_query_after_the_last_token_gives(hf_engine
     for layer in range(info.n_layers):
         seen = weights[layer][0, :, -1, :CONTEXT]
         due = (seen / seen.sum(-1, keepdim=True)).square().sum(0)  # the query's own token is no part of the cache
-        assert torch.allclose(expected_attention(queries[layer], clean.kept[layer, "k"], angles), due, atol=1e-5)
+        assert torch.allclose(
+            expected_attention(queries[layer], clean.kept[layer, "k"], angles[layer], info.score_scale, None),
+            due,
+            atol=1e-5,
+        )
 
 
 def test_it_is_measured_and_witnessed(hf_engine, calibrated, calib_windows):

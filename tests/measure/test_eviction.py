@@ -30,7 +30,7 @@ def coder_of(engine, name: str, dtype=None) -> EvictingCoder:
         study="cells", label=name, engine="hf", dtype="float32", protocol="snapshot", origin="hf", stream="kv",
         layers=tuple(range(engine.info.n_layers)), windows=1, recipe=IDENTITY,
     )  # fmt: skip
-    return EvictingCoder(cell, mechanism(name), engine.rotation, dtype)
+    return EvictingCoder(cell, mechanism(name), lambda n: engine.rotation(n, 0), dtype)
 
 
 @pytest.mark.parametrize("last", [1, 3])
@@ -125,7 +125,7 @@ def test_one_that_keeps_everything_or_does_not_reach_attention_is_refused(hf_eng
 
 
 def test_it_is_of_finished_contexts_on_transformers(hf_engine):
-    assert "no pattern" not in mechanisms.not_run(mechanism("sinks:kept=8"), "vllm", "snapshot")
+    assert "no pattern" not in mechanisms.not_run(mechanism("sinks:kept=8"), "vllm", "snapshot", hf_engine.info)
     with refused(CapabilityError, "capability.not-run", "attention:kept=8", "in_forward"):
         mechanism_variant(mechanism("attention:kept=8"), hf_engine, "in_forward")
 

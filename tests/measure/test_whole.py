@@ -133,7 +133,12 @@ def test_outputs_are_those_of_the_model_s_attention(hf_engine, calib_windows):
     hf_engine.score(ids, CONTEXT - 2, lambda layer, part, x: seen.update({part: x.clone()}) if layer == 1 else None)
     hook.remove()
     angles = ErrorMetrics(hf_engine.info, CONTEXT).angles
-    found = outputs(seen["q"], seen["k"], seen["v"], angles).flatten(0, 1).transpose(0, 1).flatten(1)
+    found = (
+        outputs(seen["q"], seen["k"], seen["v"], angles[0], hf_engine.info.score_scale, None)
+        .flatten(0, 1)
+        .transpose(0, 1)
+        .flatten(1)
+    )
     torch.testing.assert_close(found[: len(given["x"])], given["x"], rtol=1e-4, atol=1e-5)
 
 

@@ -251,7 +251,7 @@ def _rows(
     rounding = estimates(floor)
     words = "what storing K and V in 16 bits costs"
     first = 2.0 * values
-    rows = [CostRow(quick_run.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, values))]
+    rows = [CostRow(quick_run.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, info))]
     for one, found in zip(named, others, strict=True):
         fitted = calibrated.get(one.label)
         row = replace(
@@ -280,7 +280,7 @@ def _variants(
     lines: list[str],
 ) -> tuple[list[Variant], dict[str, str]]:
     """The mechanisms that can be measured, latents fitted, and why the others cannot."""
-    untried = {one.name: why for one in mechanisms if (why := not_run(one, args.engine, args.protocol))}
+    untried = {one.name: why for one in mechanisms if (why := not_run(one, args.engine, args.protocol, engine.info))}
     able, moments = [one for one in mechanisms if one.name not in untried], {}
     if any(isinstance(one, Latent) for one in able):
         source = _calibration_text(args, engine, calib_text)

@@ -348,7 +348,7 @@ def rows_verb(
     print(f"{out}: {len(rows)} rows")
 
 
-# The KV store's studies (docs/kvstore.md), each of which stands on a page of its own.
+# The KV store's studies (docs/snapshots.md), each of which stands on a page of its own.
 
 
 @STEPS.verb

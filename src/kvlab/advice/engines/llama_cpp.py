@@ -24,7 +24,7 @@ ENGINE = ServingEngine(
     formats=(*(_pair(one, one) for one in ALIKE), *(_pair(k, v) for k, v in APART), _pair(EXACT, "q4_0")),
     line="llama-server -m {model}.gguf -fa on {option}{skipped}",
     as_read="in_forward",
-    held="all bytes of ggml's reference quantisation, compiled; its rotation of April 2026 by rule (docs/codec.md)",
+    held="all bytes of ggml's reference quantisation, compiled; its rotation of April 2026 by rule (docs/codecs.md)",
     unmeasured="attention also rounds queries to 8 bits where K is quantised; weights of fewer bits add their own loss",
     sources=(
         "https://github.com/ggml-org/llama.cpp/pull/21038 (rotation)",

@@ -18,7 +18,7 @@ ENGINE = ServingEngine(
     ),
     line='model.generate(**inputs, cache_implementation="quantized", cache_config={{{option}}})  # {model}',
     as_read="snapshot",
-    held="what QuantizedCache reads back of a prompt, with optimum-quanto 0.2.7 and HQQ 0.2.8 (docs/codec.md)",
+    held="what QuantizedCache reads back of a prompt, with optimum-quanto 0.2.7 and HQQ 0.2.8 (docs/codecs.md)",
     unmeasured="answers of more than 127 tokens, after which all tokens are coded anew",
     sources=("transformers 5.19: cache_utils.py", "https://huggingface.co/docs/transformers/kv_cache"),
     plain="",

@@ -31,7 +31,7 @@ ENGINE = ServingEngine(
     line="vllm serve {model} --kv-cache-dtype {option}{skipped}",
     skipped=" --kv-cache-dtype-skip-layers {layers}",
     as_read="in_forward",
-    held="vLLM's own kernels in Triton's interpreter and on a CPU, byte by byte (docs/codec.md); nvfp4 its emulation",
+    held="vLLM's own kernels in Triton's interpreter and on a CPU, byte by byte (docs/codecs.md); nvfp4 its emulation",
     unmeasured="FlashAttention 3 also rounds queries to fp8; checkpoints that bring scales of their own",
     sources=(
         "vllm 0.32: config/cache.py, v1/attention/backends (supported_kv_cache_dtypes), engine/arg_utils.py (layers at"

@@ -181,7 +181,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         text=bench.windows[0].text,
         confidence=params.stats.confidence,
         rounding=EstimateRecord.of(bootstrap.mean(floor.columns[0]), 0.0),
-        full_read=read_of(full, context, len(bench.windows[0].ids), info.values_per_token),
+        full_read=read_of(full, context, len(bench.windows[0].ids), info),
         exact_found=rate(bootstrap, answers[quick_run.ROUNDING]),
         exact_per_second=speeds[quick_run.ROUNDING],
         arms=tuple(held_against(one, leading, columns, bootstrap) for one in arms_found),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.codecs.klt.moments import Moments
+from kvlab.codecs.shared.moments import Moments
 from kvlab.codecs.shared.transform import fixed_sign
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvlab.codecs.shared.whitening import NotPositiveDefinite
+from kvlab.core.errors import CalibrationMismatch
+
 WIDEST = 256
 
 
@@ -45,3 +48,21 @@ def diagonal_blocks(matrix: Tensor, heads: int) -> Tensor:
     per = heads // matrix.shape[0]
     blocks = matrix.unflatten(1, (per, -1)).unflatten(3, (per, -1))
     return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)
+
+
+def factor(metric: Tensor | None, like: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor of the metric of groups, and its inverse, as `like` [groups, width] is kept."""
+    identity = torch.eye(like.shape[1], dtype=like.dtype, device=like.device).expand(len(like), -1, -1)
+    if metric is None:
+        return identity, identity
+    if tuple(metric.shape) != (heads, head_dim, head_dim):
+        raise CalibrationMismatch(
+            f"the metric has shape {list(metric.shape)}, rows of {heads} heads of {head_dim} dimensions need"
+            f" {[heads, head_dim, head_dim]}; fit metric and components on the same model",
+            code="calibration.other-shape",
+        )
+    metric = block_diagonal(metric.to(like), len(like))
+    chol, failed = torch.linalg.cholesky_ex((metric + metric.mT) / 2)
+    if failed.any() or not torch.isfinite(chol).all():
+        raise NotPositiveDefinite("the metric is not positive definite; use a larger calibration.ridge")
+    return chol, torch.linalg.solve_triangular(chol, identity, upper=False)
