@@ -198,8 +198,8 @@ def _opening(advice) -> Iterator[str]:
     yield from map(printable, advice.about)
     yield ""
     floor = {"format": "rounding to bfloat16", "engines": None, "bits": "16", "verdict": None}
-    rows = [floor | _figures(advice.floor) | {memory: _mib(16, facts)}]
-    rows += [_row(row) | {memory: _mib(row.setting.bits, facts)} for row in advice.finished]
+    rows = [floor | _figures(advice.floor) | {memory: f"{2 * sum(facts['values']) / MIB:.4g}"}]
+    rows += [_row(row) | {memory: f"{row.bytes / MIB:.4g}"} for row in advice.finished]
     yield as_text(rows, (*COLUMNS, memory, "verdict"), "table")
     limits = ", ".join(f"{name} below {bound(name, advice.floor.kl.value):.2g}" for name in LOSSES)
     yield ""
@@ -261,7 +261,3 @@ def _figures(found) -> dict:
         "95 %": f"{_number(found.kl.low)} to {_number(found.kl.high)}",
         "same top token": f"{100 * found.top1.value:.1f} %",
     } | {name: _number(value) for name, value in found.quantiles.items()}
-
-
-def _mib(bits: float, facts: dict) -> str:
-    return f"{bits / 8 * facts['values_per_token'] * facts['tokens'] / MIB:.4g}"
