@@ -86,8 +86,8 @@ def prepare(config: VllmConfig) -> ReadyRecipe:
         )
     if any(info.windows):
         raise CapabilityError(
-            f"{PAGES_VARIABLE} cannot be honoured: {sum(map(bool, info.windows))} of {info.n_layers} layers see a window,"
-            f" and attention over coded pages sees all tokens; {RECIPE_VARIABLE} codes such a model",
+            f"{PAGES_VARIABLE} cannot be honoured: {sum(map(bool, info.windows))} of {info.n_layers} layers see a"
+            f" window, and attention over coded pages sees all tokens; {RECIPE_VARIABLE} codes such a model",
             code="capability.window",
         )
     for stream in STREAMS:
