@@ -103,4 +103,8 @@ def test_the_layers_that_carry_the_loss_are_the_worst_ones():
     losses = dict.fromkeys(range(28), 1e-4) | {0: 3.0, 27: 1.0, 5: 0.5, 9: 0.4}
     assert choice.carriers(losses)[:3] == [(0,), (0, 27), (0, 5, 9, 27)]
     assert choice.carriers({0: 1.0, 1: 2.0, 2: 0.5}) == [(1,)]
+    whole, exact = setting("x", 4.0), Setting(CacheFormat("x"), (1,), choice.bits_per_value(4.0, 1, 3))
+    assert choice.stored_bytes(whole, [8, 8, 8]) == 12
+    assert choice.stored_bytes(exact, [8, 8, 8]) == 4 + 16 + 4
+    assert choice.stored_bytes(exact, [100, 8, 100]) == 50 + 16 + 50  # the one in 16 bits has a window
     assert choice.bits_per_value(4.0, 2, 28) == pytest.approx((26 * 4 + 2 * 16) / 28)

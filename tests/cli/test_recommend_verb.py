@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from kvlab.advice.engines import SERVING
+from kvlab.advice.page import page
 from kvlab.advice.verdicts import CLASSES, OPEN
 from kvlab.cli import main as cli
 
@@ -56,14 +60,12 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(planted, text, tmp_path_factory):
     """What is recommended for the planted model in all engines: the JSON, and what was printed."""
-    import contextlib
-    import io
-
     out, said = tmp_path_factory.mktemp("found") / "found.json", io.StringIO()
     with contextlib.redirect_stdout(said):
-        words = ("recommend", planted, "--text", text, *SMALL, "--windows", 12, "--json", out)
+        files = ("--json", out, "--html", out.with_suffix(".html"))
+        words = ("recommend", planted, "--text", text, *SMALL, "--windows", 12, *files)
         cli.main([str(word) for word in words])
-    return json.loads(out.read_text()), said.getvalue()
+    return json.loads(out.read_text()), said.getvalue(), out.with_suffix(".html").read_text()
 
 
 def line_of(found: dict, engine: str) -> dict:
@@ -72,7 +74,7 @@ def line_of(found: dict, engine: str) -> dict:
 
 
 def test_the_planted_layer_is_found_and_left_in_16_bits(found):
-    data, said = found
+    data, said, _ = found
     vllm = line_of(data, "vllm")
     assert vllm["losses"] and all(max(each, key=each.get) == str(PLANTED) for each in vllm["losses"].values())
     assert vllm["chosen"]["exact_layers"] == [PLANTED] and vllm["holds"] == "yes"
@@ -84,7 +86,7 @@ def test_the_planted_layer_is_found_and_left_in_16_bits(found):
 
 
 def test_a_format_that_the_planted_channel_breaks_is_not_recommended(found):
-    data, _ = found
+    data, *_ = found
     by_name = {row["format"]: row for row in data["finished"]}
     assert by_name["q4_0"]["verdict"] != "safe" and by_name["quanto-int2"]["verdict"] == "noticeable"
     assert line_of(data, "llama.cpp")["chosen"]["format"] == "f16/q4_0"  # no type of its K bears that channel
@@ -94,7 +96,7 @@ def test_a_format_that_the_planted_channel_breaks_is_not_recommended(found):
 
 
 def test_everything_is_told(found):
-    data, said = found
+    data, said, _ = found
     on_cuda = {one.name for engine in SERVING.values() for one in engine.formats if "cuda" in one.devices}
     measured = {row["format"] for row in data["finished"]}
     ends = {name for name in on_cuda if name.startswith("turboquant")}  # leave all four layers in 16 bits
@@ -106,6 +108,45 @@ def test_everything_is_told(found):
     assert 0 < data["floor"]["kl"]["value"] < 1e-4 and "rounding to bfloat16" in said
     assert all(line["paste"] in said and line["not_measured"] in said for line in data["lines"])
     assert line_of(data, "vllm")["refused"].keys() == {"fp8_e4m3-cpu", "fp8_e5m2-cpu", "ultraquant_4bit", *ends}
+
+
+class Elements(HTMLParser):
+    """Every element that is opened and closed, what it asks for, and all text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.stack, self.asked, self.text = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.asked += [value for name, value in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_needs_no_other_file_and_says_the_same(found):
+    data, _, written = found
+    seen = Elements(written)
+    text = " ".join(seen.text)
+    assert seen.stack == [] and seen.asked == [] and len(written) < 200_000
+    assert all(row["format"] in text for row in [*data["finished"], *data["served"]])
+    assert all(line["paste"] in text and line["not_measured"] in text for line in data["lines"])
+    assert written.count("<circle") == len(data["finished"])
+    assert written.count("<rect") == sum(len(one) for line in data["lines"] for one in line["losses"].values())
+
+
+def test_no_name_of_a_model_is_taken_for_html(found):
+    written = page(found[0] | {"model": "<script>&"}, "kvlab recommend '<script>'")
+    assert "<script>" not in written and "&lt;script&gt;&amp;" in written
 
 
 def test_what_was_confirmed_holds_on_another_text(found, planted, run, tmp_path):

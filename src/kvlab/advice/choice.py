@@ -127,6 +127,14 @@ def bits_per_value(coded: float, exact: int, layers: int) -> float:
     return (coded * (layers - exact) + 16.0 * exact) / layers
 
 
+def stored_bytes(setting: Setting, values: Sequence[int]) -> float:
+    """Bytes of a cache, of which each layer holds so many values of K and V."""
+    layers = len(values)
+    coded = coded_layers(setting, layers)
+    width = (setting.bits * layers - 16.0 * (layers - len(coded))) / len(coded)
+    return sum(each * (width if layer in coded else 16.0) for layer, each in enumerate(values)) / 8
+
+
 def nearest(found: Mapping[Setting, Estimate]) -> Setting | None:
     """The setting of the least upper end."""
     return min(found, key=lambda one: found[one].high, default=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from kvlab.cli.flags import (
     model_folder,
     number,
     path,
+    result,
     switch,
     whole,
     window_count,
@@ -59,6 +62,7 @@ def recommend_verb(
     windows: Annotated[int, window_count("so many, spread over the text; half choose, half confirm", MOST)] = MOST,
     no_witness: NoWitness = False,
     json: Annotated[Path | None, EVERYTHING] = None,
+    html: Annotated[Path | None, result("the same as a page for people, one file that needs no other")] = None,
 ) -> None:
     """Say which cache format to take, on your model, in the engine that you serve with.
 
@@ -82,7 +86,8 @@ def recommend_verb(
         raise UserError(f"--bits {bits:g}; allowed: more than 0, at most 16")
     config = checked.config_of(model)
     scored = checked.readable_text(text, context + eval, config)
-    checked.writable(json)
+    for file in (json, html):
+        checked.writable(file)
     asked = [SERVING[name] for name in dict.fromkeys(engine or SERVING)]
     wish = LossWish(loss or "small", bits)
 
@@ -97,6 +102,11 @@ def recommend_verb(
         from kvlab.core.records import write_json
 
         write_json(json, found.data())
+    if html:
+        from kvlab.advice.page import page
+        from kvlab.core.records import write_text
+
+        write_text(html, page(found.data(), shlex.join(["kvlab", *sys.argv[1:]])))
     print("\n".join(_ending(found, wish)))
 
 
@@ -188,8 +198,8 @@ def _opening(advice) -> Iterator[str]:
     yield from map(printable, advice.about)
     yield ""
     floor = {"format": "rounding to bfloat16", "engines": None, "bits": "16", "verdict": None}
-    rows = [floor | _figures(advice.floor) | {memory: _mib(16, facts)}]
-    rows += [_row(row) | {memory: _mib(row.setting.bits, facts)} for row in advice.finished]
+    rows = [floor | _figures(advice.floor) | {memory: f"{2 * sum(facts['values']) / MIB:.4g}"}]
+    rows += [_row(row) | {memory: f"{row.bytes / MIB:.4g}"} for row in advice.finished]
     yield as_text(rows, (*COLUMNS, memory, "verdict"), "table")
     limits = ", ".join(f"{name} below {bound(name, advice.floor.kl.value):.2g}" for name in LOSSES)
     yield ""
@@ -251,7 +261,3 @@ def _figures(found) -> dict:
         "95 %": f"{_number(found.kl.low)} to {_number(found.kl.high)}",
         "same top token": f"{100 * found.top1.value:.1f} %",
     } | {name: _number(value) for name, value in found.quantiles.items()}
-
-
-def _mib(bits: float, facts: dict) -> str:
-    return f"{bits / 8 * facts['values_per_token'] * facts['tokens'] / MIB:.4g}"

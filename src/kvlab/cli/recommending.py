@@ -176,12 +176,15 @@ class SettingRow:
         That have it.
     found : SettingCost
     verdict : Verdict
+    bytes : float
+        Of the cache of as many tokens as the memory is told of.
     """
 
     setting: Setting
     engines: tuple[str, ...]
     found: SettingCost
     verdict: Verdict
+    bytes: float
 
     def data(self) -> dict:
         """For programs."""
@@ -191,6 +194,7 @@ class SettingRow:
             "recipe_id": self.setting.format.recipe.recipe_id,
             "exact_layers": list(self.setting.exact),
             "bits_per_value": self.setting.bits,
+            "bytes": self.bytes,
             **self.found.data(),
             "verdict": self.verdict.word,
             "possible": list(self.verdict.possible),
@@ -320,16 +324,16 @@ def recommended(
     bench = FormatBench.started(args, info, windows[0::2], windows[1::2])
     try:
         floor, finished = bench.with_floor(every.values(), FINISHED)
-        advice = Advice(
-            _facts(args, bench), _about(args, bench), floor, _rows(bench, settings, finished, floor.kl.value)
-        )
+        facts = _facts(args, bench)
+        rows = _rows(bench, settings, finished, floor.kl.value, facts["values"])
+        advice = Advice(facts, _about(args, bench), floor, rows)
         told(advice)
         lines, served = _lines(bench, engines, settings, wish, floor.kl.value, refused)
         chosen = {line.engine.name: [*settings[line.engine.name], line.setting] for line in lines}
         return replace(
             advice,
-            facts=advice.facts | {"witnessed": bench.testimonies},
-            served=_rows(bench, chosen, served, floor.kl.value),
+            facts=facts | {"witnessed": bench.testimonies},
+            served=_rows(bench, chosen, served, floor.kl.value, facts["values"]),
             lines=lines,
         )
     finally:
@@ -349,8 +353,9 @@ def checked(args: SimpleNamespace, engine: ServingEngine, format: CacheFormat, t
     try:
         setting = setting_of(format, info, tuple(args.exact))
         floor, found = bench.with_floor([setting], engine.as_read)
-        rows = _rows(bench, {engine.name: [setting]}, found, floor.kl.value)
-        return Advice(_facts(args, bench) | {"witnessed": bench.testimonies}, _about(args, bench), floor, (), rows)
+        facts = _facts(args, bench) | {"witnessed": bench.testimonies}
+        rows = _rows(bench, {engine.name: [setting]}, found, floor.kl.value, facts["values"])
+        return Advice(facts, _about(args, bench), floor, (), rows)
     finally:
         bench.engine.close()
 
@@ -468,14 +473,22 @@ def _rows(
     settings: Mapping[str, Sequence[Setting | None]],
     found: Mapping[Setting, SettingCost],
     floor: float,
+    values: Sequence[int],
 ) -> tuple[SettingRow, ...]:
     """What was found by falling bits, each with the engines whose settings do the same."""
     keys = {name: {choice.identity(one, bench.layers) for one in of if one} for name, of in settings.items()}
     rows = []
     for key, setting in choice.unique(found, bench.layers).items():
         engines = tuple(name for name, has in keys.items() if key in has)
-        rows.append(SettingRow(setting, engines, found[setting], verdict(found[setting].kl, floor)))
+        size = choice.stored_bytes(setting, values)
+        rows.append(SettingRow(setting, engines, found[setting], verdict(found[setting].kl, floor), size))
     return tuple(sorted(rows, key=lambda row: (-row.setting.bits, row.found.kl.value)))
+
+
+def _values(info: ModelInfo, tokens: int) -> list[int]:
+    """K and V elements that each layer holds of so many tokens; one with a window holds no more than that."""
+    each = 2 * info.n_kv_heads * info.head_dim
+    return [each * min(tokens, window or tokens) for window in info.windows]
 
 
 def _about(args: SimpleNamespace, bench: FormatBench) -> tuple[str, ...]:
@@ -510,6 +523,6 @@ def _facts(args: SimpleNamespace, bench: FormatBench) -> dict:
         "context": args.context,
         "eval": args.eval,
         "tokens": args.tokens or info.max_positions,
-        "values_per_token": info.values_per_token,
+        "values": _values(info, args.tokens or info.max_positions),
         "versions": versions(),
     }
