@@ -140,7 +140,7 @@ params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parame
 	@"$(BIN)/python" workflow/scripts/params_docs.py
 	@"$(BIN)/python" workflow/scripts/metrics_schema.py
 
-headline: $(READY)  ## README's blocks from results/, and the pages of the same run into docs/results/ (MODEL=SLUG)
+headline: $(READY)  ## blocks of README and docs from results/, and the pages of the same run into docs/results/ (MODEL=SLUG)
 	@"$(BIN)/python" -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
 		--comparison results/gap/models/comparison.json --claims results/gate/claims.json \
 		--benchmarks results/benchmarks --readme README.md

@@ -14,7 +14,7 @@ from kvlab.cli.recommending import bits_of
 from kvlab.core.model import resolve_folder
 
 FORMATS = [(engine, one) for engine in SERVING.values() for one in engine.formats]
-BITS = {  # of heads of 64, as docs/codec.md says
+BITS = {  # of heads of 64, as docs/codecs.md says
     "q8_0": 8.5, "q4_0": 4.5, "q5_1": 6, "iq4_nl": 4.5, "q8_0/q4_0": 6.5, "f16/q4_0": 10.25, "fp8_e4m3": 8,
     "int4_per_token_head": 4.5, "int8_per_token_head": 8.5, "turboquant_k8v4": 6.25, "turboquant_3bit_nc": 3.375,
     "nvfp4": 4.5, "ultraquant_4bit": 4.25, "quanto-int2": 2.5,

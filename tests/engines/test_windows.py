@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import tiny
+from kvlab.core.errors import CapabilityError
 from kvlab.core.model import resolve_folder
+from kvlab.engines.capability import check
 from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.registry import start
 from kvlab.measure.scoring import CANARY, WindowRun, floor_kl, probe_kl
 from kvlab.witness.plain import PlainModel
+from refusals import refused
 
 pytestmark = pytest.mark.engine
 CONTEXT, IDS = 48, list(range(7, 71))
+USER = Path(__file__).with_name("windows_user.py")
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.fixture(scope="module", params=sorted(tiny.SLIDES))
@@ -62,3 +73,23 @@ def test_a_draft_is_checked_and_taken_back_over_a_cache_with_windows(engine, win
     cache, prompt = window.clean["pre_rope"].kept, IDS[: CONTEXT + 2]
     written = engine.write_over(prompt, cache, 12)
     assert written == engine.write_over(prompt, cache, 12, draft=[*written[:5], (written[5] + 1) % 300, 3, 4])
+
+
+def test_vllm_computes_the_same(tmp_path):
+    """Below KL 1e-6 in both protocols; where some layers have a window and others none, and where all have one."""
+    folders = [tiny.write_model(tmp_path / kind, kind, **tiny.SLIDES[kind]) for kind in ("gemma3", "mistral")]
+    done = subprocess.run(
+        [sys.executable, USER, *folders], capture_output=True, text=True, env=ENVIRONMENT, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for found in json.loads(done.stdout.splitlines()[-1]):
+        assert max(kl for name, kl in found.items() if not name.startswith(("apart", "effect"))) < 1e-9, found
+        assert max(apart for name, apart in found.items() if name.startswith("apart")) < 1e-4
+        assert min(kl for name, kl in found.items() if name.startswith("effect")) > 1e-3
+
+
+def test_windows_in_some_layers_of_a_qwen_are_refused_on_vllm(tmp_path):
+    info = resolve_folder(tiny.write_model(tmp_path / "model", "qwen3", **tiny.SLIDES["qwen3"]))
+    check("hf", "float32", "sdpa", info)
+    with refused(CapabilityError, "capability.mixed-windows", "Qwen3ForCausalLM"):
+        check("vllm", "float32", "default", info)

@@ -24,13 +24,19 @@ def check(
     UnknownName
         The engine, dtype, attention or cache dtype is not in the table.
     CapabilityError
-        The model's head size is not one the engine's kernels know, its heads do not divide by its parts, or this
-        processor cannot read such a cache.
+        The model's head size is not one the engine's kernels know, its heads do not divide by its parts, its layers
+        differ in their windows where the engine knows one for all, or this processor cannot read such a cache.
     """
     able = _row(engine)
     _refuse_unlisted(f"{engine} dtype", dtype, able.dtypes)
     _refuse_unlisted(f"{engine} attention", attention, able.attentions)
     check_cache_dtype(engine, cache_dtype)
+    if info.architecture in able.one_window and len(set(info.windows)) > 1:
+        raise CapabilityError(
+            f"{engine} runs {info.architecture} with a window in all layers or in none, and here"
+            f" {sum(map(bool, info.windows))} of {info.n_layers} have one; set engines to hf alone",
+            code="capability.mixed-windows",
+        )
     if able.splits:
         _refuse_uneven(info)
     if on_cpu and able.cpu_head_dims is not None and info.head_dim not in able.cpu_head_dims:

@@ -15,6 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.pages.test_exact import (  # noqa: F401 (they run here with compiled loops)
+    few_queries_at_once,
+    small_spans,
+    test_every_query_reads_each_key_as_its_position_says,
+    test_the_dtype_of_the_model_is_kept_and_sums_are_in_float32,
+)
 from cache.pages.test_rows import DIM, HEADS, SITE, made
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted

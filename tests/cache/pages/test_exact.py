@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from cache.pages.test_attention import BLOCK, DIM, GROUP, KV, small_spans  # noqa: F401 (short cuts here too)
 from kvlab.cache.pages import exact
-from kvlab.cache.pages.attention import Keys, ServerStep, attend, joined
-from kvlab.cache.pages.exact import ExactStore, kept_exact
+from kvlab.cache.pages.attention import Keys, ServerStep, attend
+from kvlab.cache.pages.exact import ExactStore, attend_beside, kept_exact
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import Recipe
@@ -24,9 +25,10 @@ SCALE = 0.3
 
 @pytest.fixture(autouse=True, scope="module")
 def few_queries_at_once():
-    """So that a chunk of some tokens is cut."""
+    """So that a chunk of some tokens is cut; compiled loops in the process of `compiled_cases.py` alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "QUERIES", 3)
+        patch.setattr(exact, "compiled", lambda: "numba" in sys.modules)
         yield
 
 
@@ -100,7 +102,7 @@ class Server:
 
         coded = attend(query, read, step, KV, SCALE)
         values = self.store.values[0]
-        got = joined(coded, exact.attend(query, key, value, values, step, SCALE))
+        got = attend_beside(coded, query, key, value, values, step, SCALE)
         due = torch.stack(
             [
                 one.due(p, self.store.sink, self.store.recent)

@@ -10,9 +10,10 @@ Each query reads a range of positions coded. What it reads exact (`pages.exact`)
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,6 +32,12 @@ Read = Callable[[Tensor, Tensor], "Keys"]
 
 Quick = Callable[[Looked, Tensor], "Attended"]
 """Tokens and the queries that look at them, few of each sequence, scaled float32 [n, heads, head_dim], to attention."""
+
+
+@cache
+def compiled() -> bool:
+    """Whether there is what compiles loops over tokens for a CPU."""
+    return importlib.util.find_spec("numba") is not None
 
 
 class Attended(NamedTuple):

@@ -15,8 +15,8 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from kvlab.cache.pages import exact
-from kvlab.cache.pages.attention import Attended, Keys, ServerStep, attend, joined
+from kvlab.cache.pages.attention import Attended, Keys, ServerStep, attend
+from kvlab.cache.pages.exact import attend_beside
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.codecs.klt.reading import Looked
 from kvlab.core.errors import CapabilityError, CodecNotActive
@@ -186,7 +186,7 @@ class PagesImpl(AttentionImpl):
             own.copy_(coded.mean)
             return output
         store = pages.exact.values[pages.layer]
-        own.copy_(joined(coded, exact.attend(query, key[: step.tokens], value[: step.tokens], store, step, self.scale)))
+        own.copy_(attend_beside(coded, query, key[: step.tokens], value[: step.tokens], store, step, self.scale))
         pages.read_exact += step.tokens
         return output
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended, ExactStep, ServerStep, nothing, softmax_over
+from kvlab.cache.pages.attention import Attended, ExactStep, ServerStep, compiled, joined, nothing, softmax_over
 from kvlab.codecs.shared.exact_tokens import ExactTokens as Ends
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import PAGES_EXACT, Recipe
@@ -191,11 +192,17 @@ class ExactStore:
         return self.sink + position % max(1, self.recent)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, store: Tensor, step: ServerStep, scale: float) -> Attended:
-    """Attention of a step's queries over the tokens that each of them reads exact, which are stored for later steps.
+def attend_beside(
+    coded: Attended, query: Tensor, key: Tensor, value: Tensor, store: Tensor, step: ServerStep, scale: float
+) -> Tensor:
+    """Attention over coded tokens and over those that queries read exact, which are stored for later steps.
+
+    By a compiled loop where a sequence has one query, there is what compiles it, and the dtype is one that it knows.
 
     Parameters
     ----------
+    coded : Attended
+        Attention over the coded tokens; used up.
     query : Tensor
         [tokens, heads, head_dim].
     key, value : Tensor
@@ -206,27 +213,46 @@ def attend(query: Tensor, key: Tensor, value: Tensor, store: Tensor, step: Serve
         With its `exact`.
     scale : float
         Of the scores.
+
+    Returns
+    -------
+    Tensor
+        float32 [tokens, heads, head_dim].
     """
-    exact, found = step.exact, nothing(query)
-    own = torch.stack([key, value])
+    exact = step.exact
     for row, (start, stop) in enumerate(zip(step.starts, step.starts[1:], strict=False)):
         if stop - start > 1:  # before the step's tokens are stored: they take the places of what its first ones see
-            _chunk(query[start:stop], own[:, start:stop], store[:, exact.rows[row]], step, row, scale, found)
+            own = torch.stack([key[start:stop], value[start:stop]])
+            found = _chunk(query[start:stop], own, store[:, exact.rows[row]], step, row, scale)
+            coded.mean[start:stop] = joined(Attended(*(part[start:stop] for part in coded)), found)
+    if compiled() and store.dtype in (torch.bfloat16, torch.float32):
+        from kvlab.codecs.shared import softmax_numba
+
+        q, k, v, values = (as_numbers(x) for x in (query, key, value, store))
+        softmax_numba.store(k, v, *(at.numpy() for at in (exact.sources, exact.stored_rows, exact.places)), values)
+        single = (at.numpy() for at in (exact.single, exact.single_rows, exact.single_seen))
+        softmax_numba.add_exact(*single, q, values, scale, *(part.numpy() for part in coded))
+        return coded.mean
+    own = torch.stack([key, value])
     store[:, exact.stored_rows, :, exact.places] = own[:, exact.sources].transpose(0, 1)
     if len(exact.single):
         q = query[exact.single].view(len(exact.single), store.shape[2], -1, query.shape[-1])
         k, v = store[:, exact.single_rows]
         mean, log_sum = softmax_over(q, k, v, exact.single_seen[:, None, None], scale)
-        found.mean[exact.single], found.log_sum[exact.single] = mean.flatten(1, 2), log_sum.flatten(1)
-    return found
+        found, single = Attended(mean.flatten(1, 2), log_sum.flatten(1)), exact.single
+        coded.mean[single] = joined(Attended(*(part[single] for part in coded)), found)
+    return coded.mean
 
 
-def _chunk(
-    query: Tensor, own: Tensor, stored: Tensor, step: ServerStep, row: int, scale: float, found: Attended
-) -> None:
+def as_numbers(x: Tensor) -> NDArray:
+    """A tensor's memory; bfloat16 as its bits."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _chunk(query: Tensor, own: Tensor, stored: Tensor, step: ServerStep, row: int, scale: float) -> Attended:
     """Of one sequence's queries, over stored tokens [2, kv_heads, places, head_dim] and their own, a few at a time."""
     start, length, sinks = step.starts[row], step.lengths[row], step.first[row]
-    begin, heads = length - len(query), query.shape[1]
+    begin, heads, found = length - len(query), query.shape[1], nothing(query)
     until = step.until[start : start + len(query)]
     band = min(int(until[0]), length)  # where the recent tokens begin of which some query sees one
     before = [torch.arange(min(sinks, begin)), step.exact.place(torch.arange(band, max(band, begin)))]
@@ -248,6 +274,6 @@ def _chunk(
         seen = (at <= position) & ((at < sinks) | (at >= until[own_queries, None]))
         q = query[own_queries].view(len(position), kv.shape[1], -1, kv.shape[-1]).permute(1, 2, 0, 3)
         mean, log_sum = softmax_over(q.flatten(1, 2)[None], *kv[:, None, :, keys], seen.repeat(q.shape[1], 1), scale)
-        rows = slice(start + first, start + own_queries.stop)
-        found.mean[rows] = mean.view(heads, len(position), -1).transpose(0, 1)
-        found.log_sum[rows] = log_sum.view(heads, -1).T
+        found.mean[own_queries] = mean.view(heads, len(position), -1).transpose(0, 1)
+        found.log_sum[own_queries] = log_sum.view(heads, -1).T
+    return found

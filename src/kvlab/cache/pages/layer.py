@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended, Keys
+from kvlab.cache.pages.attention import Attended, Keys, compiled
 from kvlab.cache.pages.exact import ExactStore
 from kvlab.cache.pages.rope import Rotation, Unturned
 from kvlab.cache.pages.rows import Rows
@@ -99,12 +98,6 @@ class LayerPages:
                 code="not-active.page-shape",
             )
         return pages.view(-1, self.bytes)
-
-
-@cache
-def compiled() -> bool:
-    """Whether there is what compiles the loop over tokens for a CPU."""
-    return importlib.util.find_spec("numba") is not None
 
 
 def by_triton(device: torch.device) -> bool:

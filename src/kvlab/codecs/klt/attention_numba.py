@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, int32
+from numba import float32
 from numpy.typing import NDArray
 
 from kvlab.codecs.klt.reading import OK
-from kvlab.codecs.klt.tiles_numba import TILE, compiled, floats_of, tile
+from kvlab.codecs.klt.tiles_numba import TILE, compiled, tile
+from kvlab.codecs.klt.vectors_numba import floats_of
+from kvlab.codecs.shared.softmax_numba import exponentials, widen
 
 
 class Turned(NamedTuple):
@@ -26,11 +28,14 @@ class Turned(NamedTuple):
         float32 [kv_heads * head_dim].
     cos, sin : array
         float32 [head_dim / 2, positions]; of no positions where nothing is turned.
+    half : int
+        head_dim / 2.
     """
 
     mean: NDArray
     cos: NDArray
     sin: NDArray
+    half: int
 
 
 class Seen(NamedTuple):
@@ -50,58 +55,53 @@ class Seen(NamedTuple):
 
 
 @compiled
-def _scores(k, start, count, position, t, heads, q, low, high, scores):
-    """Scores of queries [rows, head_dim] at `count` keys from `start` on, the first of them at `position`."""
-    half = q.shape[1] // 2
-    kv_heads = len(t.mean) // (2 * half)
-    per, turning = heads // kv_heads, t.cos.shape[1] > 0
-    for row in range(len(q)):
-        for token in range(count):
-            scores[row, token] = 0
-    for head in range(kv_heads):
-        for pair in range(half):
-            first = head * 2 * half + pair
-            a, b = k[first, start : start + count], k[first + half, start : start + count]
-            more, other = t.mean[first], t.mean[first + half]
-            if turning:
-                c, s = t.cos[pair, position : position + count], t.sin[pair, position : position + count]
-                for token in range(count):
-                    x, y = a[token] + more, b[token] + other
-                    low[token] = x * c[token] - y * s[token]
-                    high[token] = y * c[token] + x * s[token]
-            else:
-                for token in range(count):
-                    low[token], high[token] = a[token] + more, b[token] + other
-            for query in range(head * per, len(q), heads):
-                for row in range(query, query + per):
-                    x, y = q[row, pair], q[row, pair + half]
-                    for token in range(count):
-                        scores[row, token] += x * low[token] + y * high[token]
+def _turn(k, row, start, position, t, low, high, low_ints, high_ints):
+    """Keys `start`, `start` + 1, ... of K's row and of the one that it is turned with, into `low` and `high`."""
+    half = t.half
+    pair, other = row % (2 * half), row + half
+    widen(k[row, start : start + len(low)], low, low_ints)
+    widen(k[other, start : start + len(low)], high, high_ints)
+    more, further = t.mean[row], t.mean[other]
+    if t.cos.shape[1] == 0:
+        for token in range(len(low)):
+            low[token], high[token] = low[token] + more, high[token] + further
+        return
+    c, s = t.cos[pair, position : position + len(low)], t.sin[pair, position : position + len(low)]
+    for token in range(len(low)):
+        x, y = low[token] + more, high[token] + further
+        low[token] = x * c[token] - y * s[token]
+        high[token] = y * c[token] + x * s[token]
 
 
 @compiled
-def _exponentials(scores, top, powers, floats):
-    """exp(scores - top) in the place of scores, none of which is above `top`, and their sum.
+def _scores(k, start, count, position, t, heads, q, keys, ints, scores):
+    """Scores of queries [rows, head_dim] at `count` keys from `start` on, the first of them at `position`.
 
-    2 to a whole number by its exponent, and to what is left, at most one half, by seven terms of the series: exact to
-    2e-7 of it. What is below 2**-126 is that. `floats` is a view of `powers`.
+    `keys` is room for what is turned at once, float32 [4, TILE], and `ints` its bits.
     """
-    for token in range(len(scores)):
-        x = max((scores[token] - top) * float32(1.4426950408889634), float32(-126))
-        whole = np.floor(x + float32(0.5))
-        powers[token] = (int32(whole) + 127) << 23
-        x -= whole
-        y = float32(0.00015403530) * x + float32(0.0013333558)
-        y = y * x + float32(0.0096181291)
-        y = y * x + float32(0.055504109)
-        y = y * x + float32(0.24022651)
-        y = y * x + float32(0.69314718)
-        scores[token] = y * x + float32(1)
-    found = float32(0)
-    for token in range(len(scores)):
-        scores[token] *= floats[token]
-        found += scores[token]
-    return found
+    half = q.shape[1] // 2
+    kv_heads = len(t.mean) // (2 * half)
+    per = heads // kv_heads
+    for row in range(len(q)):
+        for token in range(count):
+            scores[row, token] = 0
+    one, two, three, four = keys[0, :count], keys[1, :count], keys[2, :count], keys[3, :count]
+    for head in range(kv_heads):
+        for pair in range(0, half, 2):
+            first, several = head * 2 * half + pair, pair + 1 < half
+            _turn(k, first, start, position, t, one, two, ints[0], ints[1])
+            if several:
+                _turn(k, first + 1, start, position, t, three, four, ints[2], ints[3])
+            for query in range(head * per, len(q), heads):
+                for row in range(query, query + per):
+                    own, x, y = scores[row], q[row, pair], q[row, pair + half]
+                    if several:
+                        z, w = q[row, pair + 1], q[row, pair + 1 + half]
+                        for token in range(count):
+                            own[token] += x * one[token] + y * two[token] + z * three[token] + w * four[token]
+                    else:
+                        for token in range(count):
+                            own[token] += x * one[token] + y * two[token]
 
 
 @compiled
@@ -118,19 +118,42 @@ def _weigh(scores, end, row, seen, powers, floats):
         for at in range(seen.sum.shape[1]):
             seen.sum[row, at] *= less
         seen.top[row] = top
-    seen.weight[row] += _exponentials(scores[:end], top, powers, floats)
+    seen.weight[row] += exponentials(scores[:end], top, powers, floats)
 
 
 @compiled
 def _products(weights, z, count, out):
-    """Sums of the rows of z by the weights of `count` tokens, of three queries at once, into float32 [3, rows]."""
-    for line in range(len(z)):
-        one, other, last = float32(0), float32(0), float32(0)
+    """Sums of the rows of z by the weights of `count` tokens, of three queries at once, into float32 [3, rows].
+
+    Four rows at once: what is read of weights and rows serves twelve sums.
+    """
+    u, v, w = weights[0], weights[1], weights[2]
+    for line in range(0, len(z) - 3, 4):
+        a, b, c, d = z[line], z[line + 1], z[line + 2], z[line + 3]
+        ua = ub = uc = ud = va = vb = vc = vd = wa = wb = wc = wd = float32(0)
         for token in range(count):
-            one += weights[0, token] * z[line, token]
-            other += weights[1, token] * z[line, token]
-            last += weights[2, token] * z[line, token]
-        out[0, line], out[1, line], out[2, line] = one, other, last
+            ua += u[token] * a[token]
+            ub += u[token] * b[token]
+            uc += u[token] * c[token]
+            ud += u[token] * d[token]
+            va += v[token] * a[token]
+            vb += v[token] * b[token]
+            vc += v[token] * c[token]
+            vd += v[token] * d[token]
+            wa += w[token] * a[token]
+            wb += w[token] * b[token]
+            wc += w[token] * c[token]
+            wd += w[token] * d[token]
+        out[0, line], out[0, line + 1], out[0, line + 2], out[0, line + 3] = ua, ub, uc, ud
+        out[1, line], out[1, line + 1], out[1, line + 2], out[1, line + 3] = va, vb, vc, vd
+        out[2, line], out[2, line + 1], out[2, line + 2], out[2, line + 3] = wa, wb, wc, wd
+    for line in range(len(z) // 4 * 4, len(z)):
+        ua = va = wa = float32(0)
+        for token in range(count):
+            ua += u[token] * z[line, token]
+            va += v[token] * z[line, token]
+            wa += w[token] * z[line, token]
+        out[0, line], out[1, line], out[2, line] = ua, va, wa
 
 
 @compiled
@@ -172,7 +195,7 @@ def attend(runs, rows, slots, first, a, e, columns, symbols, z, further, k, t, h
     rows, slots, first, a, e, columns, symbols, z, further
         V's tokens: see `tile`.
     k : array
-        K's tokens before `t`, float32 [kv_heads * head_dim, n].
+        K's tokens before `t` [kv_heads * head_dim, n], float32, or bfloat16 as its bits, uint16.
     t : Turned
         What is done to them.
     heads : int
@@ -189,15 +212,15 @@ def attend(runs, rows, slots, first, a, e, columns, symbols, z, further, k, t, h
     int
         OK, or what is wrong with the first row that cannot be.
     """
-    low, high, powers = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.int32)
-    floats = powers.view(np.float32)
+    powers, keys = np.empty(TILE, np.int32), np.empty((4, TILE), np.float32)
+    floats, ints = powers.view(np.float32), keys.view(np.int32)
     for begin, tokens, position, query, end, to in runs:
         own, mine = q[query * heads : end * heads], slice(to * heads, (to + end - query) * heads)
         saw = Seen(seen.top[mine], seen.weight[mine], seen.sum[mine])
         scores = np.zeros((len(own) + 2, TILE), np.float32)  # `_products` takes three rows at once
         for start in range(0, tokens, TILE):
             count = min(TILE, tokens - start)
-            _scores(k, begin + start, count, position + start, t, heads, own, low, high, scores)
+            _scores(k, begin + start, count, position + start, t, heads, own, keys, ints, scores)
             for row in range(len(own)):
                 known = min(max(until[query + row // heads] - position - start, 0), count)
                 _weigh(scores[row, :count], known, row, saw, powers, floats)

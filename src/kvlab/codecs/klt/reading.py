@@ -72,12 +72,15 @@ class Looked(NamedTuple):
         queries, and how many queries all runs before have, int64 [runs, 6].
     parts : tuple of (int, int)
         The first and the last run of each part.
+    queries : array
+        The query of each of those that runs have, int64 [sum over runs].
     """
 
     slots: NDArray
     until: NDArray
     runs: NDArray
     parts: tuple[tuple[int, int], ...]
+    queries: NDArray
 
     @classmethod
     def at(
@@ -95,12 +98,9 @@ class Looked(NamedTuple):
                 parts[-1], size, seen = (parts[-1][0], len(runs)), size + tokens, seen + last - first
             offset += count
         found = np.array(runs, np.int64).reshape(-1, 6)
-        return cls(slots.numpy(), until.numpy(), found, tuple(parts))
-
-    def queries(self) -> NDArray:
-        """The query of each of those that runs have, int64 [sum over runs]."""
-        counts = self.runs[:, 4] - self.runs[:, 3]
-        return np.arange(counts.sum()) + np.repeat(self.runs[:, 3] - self.runs[:, 5], counts)
+        own = found[:, 4] - found[:, 3]
+        queries = np.arange(own.sum()) + np.repeat(found[:, 3] - found[:, 5], own)
+        return cls(slots.numpy(), until.numpy(), found, tuple(parts), queries)
 
 
 def refuse(fault: int) -> None:

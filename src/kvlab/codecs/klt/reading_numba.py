@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlab.codecs.klt import attention_numba, tiles_numba
 from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
-from kvlab.codecs.klt.halves import HalfMatrix, lent, scratch
+from kvlab.codecs.klt.halves import HalfMatrix, lent
 from kvlab.codecs.klt.plain import turn
 from kvlab.codecs.klt.reading import Looked, RowReader, digits_of, plain_of, refuse
 from kvlab.codecs.klt.synthesis import Synthesis
@@ -49,11 +49,11 @@ class TileTables:
     def to_tokens(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
         """What makes tokens less their mean of a tile's rows, of each group [rows, width].
 
-        In float32 in memory that the next call in this thread is given too.
+        In memory that the next call in this thread is given too.
         """
-        out = scratch("to_tokens", self.lines, self.width)
-        tiles_numba.to_tokens(self.way, self.active, out.numpy())
-        return out.to(dtype).split(self.rows)
+        out = numbers("to_tokens", (self.lines, self.width), dtype)
+        tiles_numba.to_tokens(self.way, self.active, out)
+        return torch.from_numpy(out).view(dtype).split(self.rows)
 
     @cached_property
     def rows(self) -> list[int]:
@@ -112,7 +112,7 @@ class TileAttention:
 
     def __init__(self, k: RowReader, v: RowReader):
         self.k, self.v = k, v
-        self.mean = k.plan.mean.flatten().numpy()
+        self.mean, self.half = k.plan.mean.flatten().numpy(), k.plan.shape[1] // 2
 
     def __call__(
         self, rows: Tensor, first: int, x: Looked, q: Tensor, turning: tuple[NDArray, NDArray], dtype: torch.dtype
@@ -147,14 +147,14 @@ class TileAttention:
             A row is none that could have been written.
         """
         queries, heads, head_dim = q.shape
-        of_runs = x.queries()
+        of_runs = x.queries
         seen = attention_numba.Seen(
             np.full(len(of_runs) * heads, -np.inf, np.float32),
             np.zeros(len(of_runs) * heads, np.float32),
             np.zeros((len(of_runs) * heads, self.v.read.width + 1), np.float32),
         )
-        flat, pages, to_keys = q.flatten(0, 1).contiguous().numpy(), rows.numpy(), self.k.read.to_tokens(dtype)
-        turned = attention_numba.Turned(self.mean, *turning)
+        flat, pages, to_keys = q.flatten(0, 1).contiguous().numpy(), rows.numpy(), self.k.read.to_tokens(made_in(dtype))
+        turned = attention_numba.Turned(self.mean, *turning, self.half)
 
         def part(number: int) -> int:
             runs = x.runs[slice(*x.parts[number])].copy()
@@ -171,26 +171,36 @@ class TileAttention:
         return torch.from_numpy(mean).view(q.shape), torch.from_numpy(log_sum).view(queries, heads)
 
     def _keys(self, pages: NDArray, slots: NDArray, to_keys: tuple[Tensor, ...]) -> NDArray:
-        """K less its mean, float32 [groups * width, n or more]; what is after n means nothing."""
-        loop, held, width = self.k.read, further(BESIDE, "keys"), self.k.read.width
+        """K less its mean [groups * width, n or more], as `Turned`'s; what is after n means nothing."""
+        loop, held, dtype = self.k.read, further(BESIDE, "keys"), to_keys[0].dtype
         size = len(slots) + -len(slots) % COLUMNS
-        z = lent("components", (loop.lines, size))
-        out = lent("keys", (loop.groups * width, size))
+        z = numbers("components", (loop.lines, size), dtype)
         count = tiles_numba.components(pages, slots, 0, *loop.tables(), z, held)
         refuse(max(-count, 0))
-        keys, parts = torch.from_numpy(out), torch.from_numpy(z)
         if count > BESIDE:
+            out = lent("keys", (loop.groups * loop.width, size))
             whole = loop.in_parts(torch.from_numpy(pages), slots, 0, 1) @ self.k.plan.inverse
-            keys[:, : len(slots)] = whole.mT.flatten(0, 1)
+            torch.from_numpy(out)[:, : len(slots)] = whole.mT.flatten(0, 1)
             return out
+        out = numbers("keys", (loop.groups * loop.width, size), dtype)
+        made, parts = (torch.from_numpy(array).view(dtype) for array in (out, z))
         first = 0
-        for matrix, own in zip(to_keys, keys.split(width), strict=True):
-            part, first = parts[first : first + len(matrix)].to(matrix.dtype), first + len(matrix)
-            made = lent("keys as made", (width, size * matrix.dtype.itemsize), np.uint8)
-            own.copy_(torch.mm(matrix.mT, part, out=torch.from_numpy(made).view(matrix.dtype)))
+        for matrix, own in zip(to_keys, made.split(loop.width), strict=True):
+            part, first = parts[first : first + len(matrix)], first + len(matrix)
+            torch.mm(matrix.mT, part, out=own)
         if count:
             tiles_numba.add_beside(held, count, loop.way, out)
         return out
+
+
+def made_in(dtype: torch.dtype) -> torch.dtype:
+    """What K is made in for a model of a dtype."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
+
+
+def numbers(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> NDArray:
+    """`lent` for numbers of a dtype; bfloat16 as its bits."""
+    return lent(f"{name} {dtype}", shape, np.uint16 if dtype == torch.bfloat16 else np.float32)
 
 
 def in_threads(part: Callable[[int], int], parts: int) -> Iterator[int]:
@@ -247,6 +257,7 @@ def active_of(plan: Synthesis) -> tiles_numba.Active:
         *(part.numpy() for part in (component, row, edges, byte[order], *(part[order] for part in bits))),
         values,
         first[component.numpy()],
+        ((1 << widths[component.long()]) - 1).int().numpy(),
         place.numpy(),
         np.where(widths.numpy() == 0, values[first], np.float32(0)),
         end.int().numpy(),

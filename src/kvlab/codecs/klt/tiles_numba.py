@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, int32, uint8
+from numba import float32, int32, uint8, uint16
 from numpy.typing import NDArray
 
 from kvlab.codecs.klt.bits import VALUE_BITS
 from kvlab.codecs.klt.fields import COUNT_BITS
 from kvlab.codecs.klt.reading import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
 from kvlab.codecs.klt.scales import PLAIN, SCALE_BITS
+from kvlab.codecs.klt.vectors_numba import floats_of, look_up
 from kvlab.codecs.shared.compiled import compiled
 
 TILE = 256  # tokens: their symbols and components stay in a near cache, and a step over them pays its beginning
@@ -64,6 +65,8 @@ class Active(NamedTuple):
         Those of all components (`codecs.klt.trees.Trees`), float32 [all].
     table : array
         Where the table of each active component begins in them, int64 [active].
+    most : array
+        The largest symbol of each, int32 [active].
     place : array
         The row of a tile of every component, -1 where it has no bits, int32 [groups * width].
     constant : array
@@ -81,6 +84,7 @@ class Active(NamedTuple):
     up: NDArray
     values: NDArray
     table: NDArray
+    most: NDArray
     place: NDArray
     constant: NDArray
     end: NDArray
@@ -207,7 +211,7 @@ def _numbers(symbols, tokens, component, place, first, last, out):
 
 
 @compiled
-def _put(value, group, index, token, a, z, further, count):
+def _place(value, group, index, token, a, z, further, count):
     """Put the value of a component into z, or beside it where that has no bits; how many are beside it then."""
     width = len(a.place) // len(a.end)
     row = a.place[group * width + index]
@@ -246,7 +250,7 @@ def _without_tables(symbols, tokens, group, a, e, z, further, count):
     for number in range(len(tokens)):
         for at in range(width):
             value = vectors[number, at] * e.unit[group] / e.deviation[group, at]
-            count = _put(float32(value), group, at, tokens[number], a, z, further, count)
+            count = _place(float32(value), group, at, tokens[number], a, z, further, count)
     return count
 
 
@@ -279,9 +283,9 @@ def _escaped(symbols, tokens, pairs, group, a, e, z, further, count):
                 if further.token[at] == tokens[number] and further.component[at] == group * width + index[number]:
                     same = at
             if same >= 0:
-                _put(value, group, index[number], tokens[number], a, z, further, same)
+                _place(value, group, index[number], tokens[number], a, z, further, same)
             else:
-                count = _put(value, group, index[number], tokens[number], a, z, further, count)
+                count = _place(value, group, index[number], tokens[number], a, z, further, count)
     return count
 
 
@@ -320,9 +324,8 @@ def values(symbols, count, a, e, z, further):
     groups, beside = len(a.end), 0
     width = len(a.place) // groups
     for number in range(len(a.component)):
-        own, table, out = symbols[a.component[number]], a.values[a.table[number] :], z[a.row[number]]
-        for token in range(count):
-            out[token] = table[own[token]]
+        own, out = symbols[a.component[number]], z[a.row[number]]
+        look_up(a.values, a.table[number], a.most[number], own, count, out)
     for group in range(groups):
         scale, start = a.end[group], 0 if group == 0 else a.end[group - 1] + 2
         for token in range(count):
@@ -401,56 +404,65 @@ def vectors(rows, slots, first, a, e, columns, symbols, z, further, out):
 
 
 @compiled
-def floats_of(halves, factor, out):
-    """Numbers in float16, given as their bits, uint16 [n], times a factor, into float32 [n]."""
-    bits, power = out.view(np.int32), float32(2.0**112)  # float16's exponent begins so much lower
-    for at in range(len(out)):
-        bits[at] = (int32(halves[at] & 0x8000) << 16) | (int32(halves[at] & 0x7FFF) << 13)
-    for at in range(len(out)):
-        out[at] = out[at] * power * factor
+def _put(numbers, out):
+    """Put numbers float32 into `out` [n], float32, or bfloat16 as its bits, uint16, to which they are rounded."""
+    if out.itemsize == 2:
+        bits = numbers.view(np.int32)
+        for at in range(len(out)):  # 32 bits throughout: of wider ones no compiler makes vectors
+            out[at] = uint16((bits[at] + int32(0x7FFF) + ((bits[at] >> int32(16)) & int32(1))) >> int32(16))
+    else:
+        for at in range(len(out)):
+            out[at] = numbers[at]
 
 
 @compiled
 def to_tokens(way, a, out):
-    """What makes tokens less their mean of a tile's rows, float32 [active + 2 * groups, width], written."""
+    """What makes tokens less their mean of a tile's rows [active + 2 * groups, width], written; see `_put`."""
     groups, width = way.shift.shape
-    numbers = np.empty(width, np.float32)
+    numbers, rest = np.empty(width, np.float32), np.empty(width, np.float32)
     for group in range(groups):
         scale = a.end[group]
-        for at in range(width):
-            out[scale, at], out[scale + 1, at] = 0, way.shift[group, at]
+        rest[:] = 0
+        _put(way.shift[group], out[scale + 1])
         for component in range(width):
             to, constant = a.place[group * width + component], a.constant[group * width + component]
             if to < 0 and constant == 0:
                 continue
             floats_of(way.halves[group, component], way.row[group, component], numbers)
+            for at in range(width):
+                numbers[at] *= way.column[group, at]
             if to >= 0:
-                for at in range(width):
-                    out[to, at] = numbers[at] * way.column[group, at]
+                _put(numbers, out[to])
             else:
                 for at in range(width):
-                    out[scale, at] += constant * (numbers[at] * way.column[group, at])
+                    rest[at] += constant * numbers[at]
+        _put(rest, out[scale])
 
 
 @compiled
 def add_beside(beside, count, way, k):
-    """Add to tokens float32 [groups * width, n] what lies beside their rows."""
+    """Add to tokens [groups * width, n] what lies beside their rows; see `_put`."""
     width = way.shift.shape[1]
-    numbers = np.empty(width, np.float32)
+    numbers, whole = np.empty(width, np.float32), np.empty(1, np.float32)
+    bits = whole.view(np.int32)
     for number in range(count):
         group, component = beside.component[number] // width, beside.component[number] % width
         floats_of(way.halves[group, component], way.row[group, component], numbers)
         for at in range(width):
-            k[group * width + at, beside.token[number]] += numbers[at] * beside.value[number] * way.column[group, at]
+            row, token = group * width + at, beside.token[number]
+            if k.itemsize == 2:
+                bits[0] = int32(k[row, token]) << 16
+            else:
+                whole[0] = k[row, token]
+            whole[0] += numbers[at] * beside.value[number] * way.column[group, at]
+            _put(whole, k[row, token : token + 1])
 
 
 @compiled
 def gathered(z, count, start, further, more, out, beside, found):
     """Put a tile's components at token `start` of `out`, and what lies beside them; how many lie there then."""
     for row in range(len(out)):
-        part = out[row, start : start + count]
-        for token in range(count):
-            part[token] = z[row, token]
+        _put(z[row, :count], out[row, start : start + count])
     for at in range(more):
         if found < len(beside.token):
             beside.token[found], beside.component[found] = start + further.token[at], further.component[at]
@@ -468,7 +480,7 @@ def components(rows, slots, first, a, e, columns, symbols, z, further, out, besi
     rows, slots, first, a, e, columns, symbols, z, further
         See `tile`.
     out : array
-        float32 [active + 2 * groups, n], written.
+        [active + 2 * groups, n], written; see `_put`.
     beside : Beside
         Written, of all tokens.
 

@@ -24,7 +24,8 @@ from kvlab.codecs.klt.fields import COUNT_BITS
 from kvlab.codecs.klt.reading_numba import TileTables, way_of
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.klt.scales import ABOUT_SINK, LOUD, NEAR, PLAIN, UPWARD
-from kvlab.codecs.klt.tiles_numba import SCALE_END, TILE, compiled, floats_of
+from kvlab.codecs.klt.tiles_numba import SCALE_END, TILE, compiled
+from kvlab.codecs.klt.vectors_numba import floats_of
 from kvlab.codecs.shared.grouping import parted
 
 FEW = 24  # tokens from which torch's matrix product is sooner, the matrix made anew for it
@@ -229,9 +230,7 @@ def _symbols(z, group, a, symbols):
     tokens, width = z.shape
     line, found = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
     for number in range(_first(group, a), _first(group + 1, a)):
-        count, at, first = 0, a.component[number] - group * width, a.table[number]
-        for digit in range(a.digit[number], a.digit[number + 1]):
-            count |= a.mask[digit] << a.up[digit]
+        count, at, first = a.most[number], a.component[number] - group * width, a.table[number]
         if tokens < SEVERAL:
             for token in range(tokens):
                 symbols[token, at] = _place(z[token, at], a.values, first, count)
