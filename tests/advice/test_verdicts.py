@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,13 @@ PLANTED = [  # ends of the interval, the floor, the verdict and what else it may
 @pytest.mark.parametrize(("ends", "floor", "word", "possible"), PLANTED)
 def test_a_planted_interval_has_its_verdict(ends, floor, word, possible):
     assert verdict(kl(*ends), floor) == (word, possible)
+
+
+def test_the_documentation_has_the_bounds_of_the_code():
+    text = (Path(__file__).parents[2] / "docs" / "recommend.md").read_text()
+    for loss in LOSSES:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| *{loss}* |")]
+        assert f"below {bound(loss)}" in line
 
 
 intervals = st.tuples(st.floats(0, 2), st.floats(0, 2)).map(lambda ends: kl(*sorted(ends)))

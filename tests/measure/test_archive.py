@@ -108,7 +108,7 @@ def test_it_is_measured_and_witnessed(hf_engine, calibrated, calib_windows):
     subjects += [NamedCodec("hadamard", named_recipe("hadamard", 4))]
     windows = np.asarray(calib_windows.test[:2])
     plain = cache(partial(PlainModel, hf_engine.info.path))
-    coarse, fine, _ = score(hf_engine, windows, CONTEXT, subjects, "snapshot", plain)
+    coarse, fine, _ = score(hf_engine, windows, CONTEXT, subjects, plain)
     assert coarse.tokens["kl"].mean() > fine.tokens["kl"].mean()
     assert coarse.cost.coding.bits_per_value < fine.cost.coding.bits_per_value
     assert [one.witnessed is not None for one in (coarse, fine)] == [True, False]  # one of a family, the coarsest
@@ -117,7 +117,7 @@ def test_it_is_measured_and_witnessed(hf_engine, calibrated, calib_windows):
 
 def test_bits_count_the_whole_file(hf_engine, calibrated, calib_windows):
     recipe, windows = named_recipe("archive", 6.0), np.asarray(calib_windows.test[:2])
-    (found,) = score(hf_engine, windows, CONTEXT, [NamedCodec("archive", recipe, calibrated)], "snapshot", None)
+    (found,) = score(hf_engine, windows, CONTEXT, [NamedCodec("archive", recipe, calibrated)])
     assert found.cost.coding.bits_per_value == pytest.approx(6.0, rel=0.01)
 
 

@@ -38,10 +38,10 @@ SETTINGS = {
         "| less than | is called | what costs that | same top token there |",
     ): "llama.cpp's, as kvlab.stats.kl_scale has them",
     ("rivals.md", "| name | settings | source | what is not here |"): "settings of published codecs, by their papers",
-    ("install.md", "| extra | adds | needed by |"): "versions of packages",
-    ("recommend.md", "| verdict | both ends are |"): "bounds of the rule, as kvlab.advice.verdicts has them",
+    ("recommend.md", "| verdict | both ends are |"): "bounds of the rule, which a test holds against the code",
     ("recommend.md", "| | stdout | `answer` in `--json` | exit code |"): "exit codes",
     ("recommend.md", "| engine | K and V apart | layers apart | formats held against |"): "versions of engines",
+    ("install.md", "| extra | adds | needed by |"): "versions of packages",
 }
 """Tables with decimal numbers that nobody measured here."""
 QUOTED = {

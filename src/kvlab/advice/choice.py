@@ -39,6 +39,15 @@ class Setting:
         left = f", {'layer' if len(self.exact) == 1 else 'layers'} {' '.join(map(str, self.exact))} in 16 bits"
         return self.format.name + (left if self.exact else "")
 
+    def data(self) -> dict:
+        """For programs."""
+        return {
+            "format": self.name,
+            "recipe_id": self.format.recipe.recipe_id,
+            "exact_layers": list(self.exact),
+            "bits_per_value": self.bits,
+        }
+
 
 @dataclass(frozen=True)
 class LossWish:
