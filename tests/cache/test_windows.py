@@ -104,3 +104,14 @@ def test_beams_share_what_they_hold(engine, calibrated):
     cache = KVCache(engine.model, RECIPES["hadamard"], calibrated, semantics="in_forward")
     found = engine.model.generate(IDS, past_key_values=cache, num_beams=2, max_new_tokens=12, pad_token_id=0)
     assert found.shape == (2, 73) and cache.check()
+
+
+def test_a_codec_without_blocks_lets_go_too(engine):
+    ids = torch.randint(0, 300, (1, 200), generator=torch.Generator().manual_seed(7))
+    cache, own = KVCache(engine.model, IDENTITY), DynamicCache(config=engine.model.config)
+    parts = (100, 60, 39, 1)
+    torch.testing.assert_close(
+        fed(engine.model, cache, ids, parts), fed(engine.model, own, ids, parts), rtol=1e-4, atol=1e-4
+    )
+    for layer, window in zip(cache.layers, engine.info.windows, strict=True):
+        assert {row.gone for rows in layer.rows.values() for row in rows} == ({128} if window else {0})

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvlab.cache.hf.attention_view import Reader, Stored
-from kvlab.cache.hf.coder import StreamCoder
+from kvlab.cache.hf.coder import LOOSE, StreamCoder
 from kvlab.cache.hf.decoded_window import DecodedColumns, Grant
 from kvlab.cache.hf.rows import Straight, TokenRow, Turn
 from kvlab.codecs.klt.joining import arrays_of
@@ -113,6 +113,8 @@ class CodecLayer(CacheLayerMixin):
     ):
         super().__init__()
         self.window = window
+        for coder in coders.values() if window is not None else ():
+            coder.size = coder.size or LOOSE  # tokens without end in one block could not be let go
         self.coders, self.turned, self.semantics, self.layer_bytes = coders, turned, semantics, layer_bytes
         self.readers = readers
         self.reset()
