@@ -42,9 +42,6 @@ SETTINGS = {
     ("recommend.md", "| | stdout | `answer` in `--json` | exit code |"): "exit codes",
     ("recommend.md", "| engine | K and V apart | layers apart | formats held against |"): "versions of engines",
     ("install.md", "| extra | adds | needed by |"): "versions of packages",
-    ("recommend.md", "| verdict | both ends are |"): "bounds of the rule, as kvlab.advice.verdicts has them",
-    ("recommend.md", "| | stdout | `answer` in `--json` | exit code |"): "exit codes",
-    ("recommend.md", "| engine | K and V apart | layers apart | formats held against |"): "versions of engines",
 }
 """Tables with decimal numbers that nobody measured here."""
 QUOTED = {
