@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvlab.core.engines import AUTO, Capability
 from kvlab.core.errors import CapabilityError, UnknownName
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import ENGINES
+from kvlab.core.recipe import ENGINES, RECIPE_VARIABLE
 
 CODED = "coded"  # in place of a cache dtype: pages of coded bytes, by `kvlab.cache.pages`
 FP8_STEP = 32  # of the head size, in the CPU kernel for an fp8 cache
@@ -48,6 +48,16 @@ def check(
         )
     if on_cpu and cache_dtype != AUTO:
         _refuse_fp8(cache_dtype, info)
+
+
+def check_pages(info: ModelInfo) -> None:
+    """`CapabilityError` for a model that coded pages cannot serve: attention over them sees all tokens."""
+    if any(info.windows):
+        raise CapabilityError(
+            f"pages of {info.slug} cannot be coded: {sum(map(bool, info.windows))} of {info.n_layers} layers see a"
+            f" window of tokens, and attention over coded pages sees all; {RECIPE_VARIABLE} codes such a model",
+            code="capability.window",
+        )
 
 
 def _refuse_uneven(info: ModelInfo) -> None:

@@ -21,8 +21,9 @@ from kvlab.cache.vllm.settings import Rule, common, logger, own_dtype, refuse_se
 from kvlab.cache.vllm.worker import STREAMS, ReadyRecipe
 from kvlab.codecs.base import Site
 from kvlab.core.errors import CapabilityError, CodecNotActive
-from kvlab.core.recipe import PAGES_VARIABLE, RECIPE_VARIABLE
+from kvlab.core.recipe import PAGES_VARIABLE
 from kvlab.core.records import CANARY_MIN, TWO_PASSES
+from kvlab.engines.capability import check_pages
 from kvlab.engines.hooks import attention_layers
 from kvlab.stats.divergences import token_record
 
@@ -84,12 +85,7 @@ def prepare(config: VllmConfig) -> ReadyRecipe:
             " coded pages are those of all; leave `layers` out",
             code="capability.some-layers",
         )
-    if any(info.windows):
-        raise CapabilityError(
-            f"{PAGES_VARIABLE} cannot be honoured: {sum(map(bool, info.windows))} of {info.n_layers} layers see a"
-            f" window, and attention over coded pages sees all tokens; {RECIPE_VARIABLE} codes such a model",
-            code="capability.window",
-        )
+    check_pages(info)
     for stream in STREAMS:
         rows_of(found.codecs[stream], Site(0, 0, stream), info.n_kv_heads, info.head_dim)
     return found

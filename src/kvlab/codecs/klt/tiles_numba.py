@@ -305,7 +305,7 @@ def _escapes(symbols, flags, group, a, e, z, further, beside):
         if pairs[at] == 0 and number[at] != PLAIN:
             z[scale, tokens[at]] = e.scales[number[at]]
             z[scale + 1, tokens[at]] = 1 if number[at] < PLAIN else 0
-    for count in range(e.room + 1):
+    for count in range(pairs.max() + 1):
         own = tokens[(pairs == count) & ((count > 0) | (number != PLAIN))]
         if len(own):
             beside = _escaped(symbols, own, count, group, a, e, z, further, beside)

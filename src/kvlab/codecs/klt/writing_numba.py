@@ -27,6 +27,7 @@ from kvlab.codecs.klt.scales import ABOUT_SINK, LOUD, NEAR, PLAIN, UPWARD
 from kvlab.codecs.klt.tiles_numba import SCALE_END, TILE, compiled
 from kvlab.codecs.klt.vectors_numba import floats_of
 from kvlab.codecs.shared.grouping import parted
+from kvlab.codecs.shared.softmax_numba import widen
 
 FEW = 24  # tokens from which torch's matrix product is sooner, the matrix made anew for it
 SEVERAL = 8  # tokens from which it is sooner to count all boundaries below their components than to search
@@ -124,24 +125,20 @@ class QuickRows(KltRows):
             A token holds NaN or infinity, or a component that does not fit float32; none of its strip is written.
         """
         plan, positions = self.plan, slots if positions is None else positions
+        if len(slots) < FEW:
+            few = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x.float()).numpy()
+            rest = rows.numpy(), slots, first, self.bytes
+            if write_few(few, *turn, positions, self.way, *self.tables, self.choice, *rest):
+                return
         for start in range(0, len(slots), STRIP):
             own = slice(start, min(start + STRIP, len(slots)))
             flat = x[:, own].transpose(0, 1).float().flatten(1).contiguous().numpy()
             centred = np.empty((len(flat), plan.groups, plan.width), np.float32)
             centre(flat, *turn, positions[own], self.way.mean.reshape(-1), centred.reshape(len(flat), -1))
-            z = self._components(centred)
+            z = plan._components(torch.from_numpy(centred).transpose(0, 1)).permute(2, 0, 1).contiguous().numpy()
             if not write(z, centred, self.way, *self.tables, self.choice, rows.numpy(), slots[own], first, self.bytes):
                 vectors = torch.from_numpy(centred).transpose(0, 1)
                 super().encode(parted(vectors + plan.mean, plan.heads))  # which says what is wrong
-
-    def _components(self, centred: NDArray) -> NDArray:
-        """Components float32 [n, groups, width] of vectors without their mean."""
-        if len(centred) >= FEW:
-            vectors = torch.from_numpy(centred).transpose(0, 1)
-            return self.plan._components(vectors).permute(2, 0, 1).contiguous().numpy()
-        z = np.empty_like(centred)
-        components(centred, self.way, z)
-        return z
 
 
 def choice_of(plan: Plan) -> Choice:
@@ -453,3 +450,21 @@ def write(z, centred, way, a, e, c, rows, slots, first, bytes):
                 for digit in range(a.digit[number], a.digit[number + 1]):
                     row[a.byte[digit]] |= ((symbol >> a.up[digit]) & a.mask[digit]) << a.down[digit]
     return True
+
+
+@compiled
+def write_few(x, cos, sin, positions, way, a, e, c, rows, slots, first, bytes):
+    """Write a few tokens [heads, n, head_dim], float32 or bfloat16 as its bits: `centre`, `components` and `write`.
+
+    One call in the place of three: what a call hands over takes as long as what it does. Whether it was done.
+    """
+    heads, tokens, head_dim = x.shape
+    flat = np.empty((tokens, heads * head_dim), np.float32)
+    centred, z = np.empty((tokens, *way.mean.shape), np.float32), np.empty((tokens, *way.mean.shape), np.float32)
+    for token in range(tokens):
+        for head in range(heads):
+            own = flat[token, head * head_dim : (head + 1) * head_dim]
+            widen(x[head, token], own, own.view(np.int32))
+    centre(flat, cos, sin, positions, way.mean.reshape(-1), centred.reshape(tokens, -1))
+    components(centred, way, z)
+    return write(z, centred, way, a, e, c, rows, slots, first, bytes)
