@@ -168,7 +168,7 @@ def check_verb(
     limit = bound(loss, found.floor.kl.value)
     print(
         f"{said}: {row.setting.name} in {serving.name} costs KL {_number(kl.value)} nats per token, 95 %"
-        f" {_number(kl.low)} to {_number(kl.high)}, which is {' to '.join(row.verdict.possible)}; {loss} ends at"
+        f" {_number(kl.low)} to {_number(kl.high)}, which is {_ends(row.verdict.possible)}; {loss} ends at"
         f" {limit:.2g}. Same top token {100 * row.found.top1.value:.1f} %, {row.setting.bits:.2f} bits per value"
     )
     print("\n".join(map(printable, found.about)))
@@ -234,9 +234,9 @@ def _advised(line, facts: dict, floor: float, wish) -> Iterator[str]:
         return
     kl, top = line.confirmed.kl, line.confirmed.top1
     yield (
-        f"{engine.name}: {setting.name}, {setting.bits:.2f} bits per value. On text that chose nothing {_doubt(line)}"
-        f"{verdict(kl, floor).told}: KL {_number(kl.value)}, 95 % {_number(kl.low)} to {_number(kl.high)}, same top"
-        f" token {100 * top.value:.1f} %"
+        f"{engine.name}: {setting.name}, {setting.bits:.2f} bits per value. Its loss on text that chose nothing is"
+        f" {_ends(verdict(kl, floor).possible)}{_doubt(line)}: KL {_number(kl.value)}, 95 % {_number(kl.low)} to"
+        f" {_number(kl.high)}, same top token {100 * top.value:.1f} %"
     )
     yield f"  {engine.told(facts['model'], setting.format, setting.exact)}"
     if setting.format.needs:
@@ -250,9 +250,14 @@ def _advised(line, facts: dict, floor: float, wish) -> Iterator[str]:
 
 def _doubt(line) -> str:
     """Where the text that chose nothing does not say what was asked for."""
-    return {"yes": "", "no": "it is NOT what was asked for, do not take it: ", OPEN: "not surely what was asked for: "}[
+    return {"yes": "", "no": ", NOT what was asked for: do not take it", OPEN: ", not surely what was asked for"}[
         line.holds
     ]
+
+
+def _ends(possible: tuple[str, ...]) -> str:
+    """The classes that a loss may be of, the first and the last."""
+    return " to ".join(dict.fromkeys((possible[0], possible[-1])))
 
 
 def _figures(found) -> dict:
