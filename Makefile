@@ -29,7 +29,7 @@ $(error $(WRONG))
 endif
 endif
 
-.PHONY: help setup findings audit test test-all test-rest test-nightly wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
+.PHONY: help setup findings audit test test-all test-rest test-nightly wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro docs reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
@@ -62,8 +62,8 @@ wheel-test: $(READY)  ## build the wheel, install it into a new environment and 
 	@"$(BIN)/python" workflow/scripts/wheel_test.py $(ARGS)
 
 lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml and config/ against the rules
-	"$(BIN)/ruff" check src tests workflow validation
-	"$(BIN)/ruff" format --check src tests workflow validation
+	"$(BIN)/ruff" check src tests workflow validation docs/conf.py
+	"$(BIN)/ruff" format --check src tests workflow validation docs/conf.py
 	"$(BIN)/snakefmt" --check --line-length 110 $(RULES)
 	"$(BIN)/snakemake" --lint
 	"$(BIN)/python" workflow/scripts/dvc_sync.py --check
@@ -105,10 +105,18 @@ bench-ranks: $(READY)  ## what several processes send each other -> results/serv
 	@"$(BIN)/snakemake" results/ranks/$(MODEL)/CLUSTER.md $(ARGS)
 	@mkdir -p results/serving && cp results/ranks/$(MODEL)/CLUSTER.md results/serving/CLUSTER.md
 
-bench-micro: $(READY)  ## single operations of mechanisms beside other libraries -> results/micro/BENCH.md and docs/micro.md
+bench-micro: $(READY)  ## single operations of mechanisms beside other libraries -> results/micro/BENCH.md and results/serving/MICRO.md
 	@$(RIVALS)
 	@PYTHONPATH="$(CURDIR)/.venv/rivals" "$(BIN)/snakemake" results/micro/BENCH.md $(ARGS)
-	@cp results/micro/BENCH.md docs/micro.md
+	@mkdir -p results/serving && cp results/micro/BENCH.md results/serving/MICRO.md
+
+docs: $(READY) .venv/docs/ready  ## README, docs and published pages as a site, strict -> build/site/index.html
+	@PYTHONPATH="$(CURDIR)/.venv/docs" "$(BIN)/python" -m sphinx -q -W --keep-going -c docs -b html . build/site $(ARGS)
+	@echo "Site: build/site/index.html"
+
+.venv/docs/ready: $(READY) requirements/docs.txt
+	@"$(BIN)/pip" install --quiet --no-deps --upgrade --target .venv/docs -r requirements/docs.txt
+	@touch $@
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
 	"$(BIN)/python" -m kvlab step reference --out models/reference $(ARGS)
@@ -132,7 +140,7 @@ params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parame
 	@"$(BIN)/python" workflow/scripts/params_docs.py
 	@"$(BIN)/python" workflow/scripts/metrics_schema.py
 
-headline: $(READY)  ## README's blocks from results/, and the pages of the same run into docs/results/ (MODEL=SLUG)
+headline: $(READY)  ## blocks of README and docs from results/, and the pages of the same run into docs/results/ (MODEL=SLUG)
 	@"$(BIN)/python" -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
 		--comparison results/gap/models/comparison.json --claims results/gate/claims.json \
 		--benchmarks results/benchmarks --readme README.md

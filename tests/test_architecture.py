@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -28,6 +29,7 @@ FLOORS = {
         "codecs": 2,
         "output": 2,
         "weights": 3,
+        "advice": 3,
         "attention": 3,
         "engines": 3,
         "calibration": 4,
@@ -152,7 +154,7 @@ def test_every_folder_has_a_floor_and_says_what_it_is():
 
 
 def house() -> list[str]:
-    """The table of README: every folder with its floor and the first line of what it says of itself."""
+    """The table of docs/architecture.md: every folder with its floor and the first line of what it says of itself."""
     found = []
     for package, root in PACKAGES.items():
         inner = sorted(FLOORS[package].items(), key=lambda item: (item[1], item[0]))
@@ -164,9 +166,15 @@ def house() -> list[str]:
     return found
 
 
-def test_the_readme_says_where_everything_is():
-    readme = (SRC.parent / "README.md").read_text()
-    assert "\n".join(house()) in readme, "\n".join(house())
+def test_the_documentation_says_where_everything_is():
+    page = (SRC.parent / "docs/architecture.md").read_text()
+    assert "\n".join(house()) in page, "\n".join(house())
+
+
+def test_the_places_that_the_documentation_names_are_there():
+    page = (SRC.parent / "docs/architecture.md").read_text()
+    named = re.findall(r"`((?:src|tests|workflow|validation)/[\w./]+)`", page)
+    assert len(named) > 20 and [p for p in named if "NAME" not in p and not (SRC.parent / p).exists()] == []
 
 
 def test_no_file_is_longer_than_a_reader_can_hold():

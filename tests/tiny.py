@@ -8,8 +8,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -27,10 +31,30 @@ SHAPE = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+WINDOW = 24  # tokens that layers with a window see
+SLIDES = {  # kinds of models with one, and what makes them so
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "gemma3": {"sliding_window": WINDOW},
+}
 CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": WINDOW,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
 }
 
 
@@ -40,7 +64,7 @@ def write_model(folder: Path, kind: str = "qwen2", seed: int = 0, **changes) -> 
     torch.manual_seed(seed)
     model = model_class(config_class(**(SHAPE | extra | changes)))
     for name, weight in model.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith("bias") or (kind == "gemma3" and name.endswith("norm.weight")):
             torch.nn.init.normal_(weight, std=0.5)
         elif weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.08)

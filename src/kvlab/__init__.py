@@ -11,7 +11,7 @@ PUBLIC = {
     "Cache": "kvlab.cache.transformers_cache:Cache",
     "recipe": "kvlab.codecs.recipes:named_recipe",
     "Recipe": "kvlab.core.recipe:Recipe",
-    # for packages that bring a codec (docs/your-own-codec.md)
+    # for packages that bring a codec (docs/codecs.md)
     "Plugin": "kvlab.core.settings:Plugin",
     "Conditioned": "kvlab.core.settings:Conditioned",
     "Frozen": "kvlab.core.settings:Frozen",

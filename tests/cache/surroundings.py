@@ -1,6 +1,6 @@
 """What may surround a Cache: each case runs a model with a cache and returns its tokens; the table says how it ends.
 
-PYTHONPATH=src:tests python tests/cache/surroundings.py     writes docs/surroundings.md from the table
+PYTHONPATH=src:tests python tests/cache/surroundings.py     writes docs/transformers.md from the table
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kvlab.codecs.klt import KltStream, components
 from kvlab.core.errors import UserError
 from kvlab.core.recipe import Recipe
 
-PAGE = Path(__file__).parents[2] / "docs" / "surroundings.md"
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+BEGIN, END = "<!-- surroundings:begin -->", "<!-- surroundings:end -->"
 LAYERS, HEADS, HEAD_DIM, NEW = 2, 2, 16, 6
 SHAPE = {
     "vocab_size": 64,
@@ -585,8 +586,8 @@ def ended(name: str, codec: str) -> str:
     return SAME if torch.equal(out, ordinary(name)) else f"{out.tolist()} instead of {ordinary(name).tolist()}"
 
 
-def page() -> str:
-    """docs/surroundings.md."""
+def table() -> str:
+    """The table of docs/transformers.md, and what is said where a case is refused."""
     refusals = list(dict.fromkeys(case.end for case in CASES.values() if case.end != SAME))
 
     def cell(name: str, codec: str) -> str:
@@ -596,32 +597,16 @@ def page() -> str:
     head = ["surrounding", *CODECS]
     rows = [[name, *(cell(name, codec) for codec in CODECS)] for name in CASES]
     lines = [" | ".join(row) for row in (head, ["---"] * len(head), *rows)]
-    table = "\n".join(f"| {line} |" for line in lines)
     said = "\n".join(f"{number}. {line}" for number, line in enumerate(refusals, 1))
-    return f"""{HEAD}
-{table}
-
-What is said where it is refused, a `CapabilityError` each:
-
-{said}
-"""
+    shown = "\n".join(f"| {line} |" for line in lines)
+    return f"{shown}\n\nWhat is said where it is refused, a `CapabilityError` each:\n\n{said}\n"
 
 
-HEAD = """\
-# What may surround a Cache
+def page() -> str:
+    """docs/transformers.md with its table as it has to be."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}{END}{rest.partition(END)[2]}"
 
-<!-- Written by `PYTHONPATH=src:tests python tests/cache/surroundings.py`, from that file's table; edit that.
-tests/cache/test_surroundings.py runs every cell. -->
-
-`kvlab.Cache` ([drop-ins.md](drop-ins.md)) in every surrounding that we thought of, with codecs at 8 bits (`e8` at 7,
-`fp8` as it is, `klt` fitted to the model), on a small random Llama and a CPU. *Same*: the tokens are those that
-transformers' `DynamicCache` gives in the same surrounding. *Refused*: an error of one line, before a token is made.
-
-Codecs compute in float32 whatever autocast says, and keep nothing of what surrounded them. A forward is seen by the
-thread that runs it, so that threads may share a model where each has a cache of its own. The cache finds itself among
-what the model is given, whatever the argument is called: `past_key_values`, or `cache` since transformers 5.24.
-`torch.compile` breaks its graphs at the cache, so `fullgraph=True` fails with torch's own error.
-"""
 
 if __name__ == "__main__":
     PAGE.write_text(page())

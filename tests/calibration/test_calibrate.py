@@ -16,7 +16,7 @@ from kvlab.calibration.moments import names
 from kvlab.calibration.sigma import second_moment
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.klt import KltStream
-from kvlab.codecs.klt.grouping import joined
+from kvlab.codecs.shared.grouping import joined
 from kvlab.core.errors import NonFinite, UserError
 from kvlab.core.model import resolve
 from kvlab.core.recipe import IDENTITY, Recipe

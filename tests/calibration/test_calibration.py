@@ -22,10 +22,10 @@ from kvlab.codecs.base import Site
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.klt import KltStream
-from kvlab.codecs.klt.grouping import joined
 from kvlab.codecs.oscar import OscarStream
 from kvlab.codecs.recipes import named_recipe
 from kvlab.codecs.registry import build
+from kvlab.codecs.shared.grouping import joined
 from kvlab.codecs.shared.metric import ridged
 from kvlab.codecs.stream.published import read_centroids
 from kvlab.core.errors import CalibrationMismatch
@@ -82,7 +82,7 @@ def test_components_are_those_of_the_context_in_the_metric_of_what_errors_do(tin
         torch.testing.assert_close(found.sink.double(), contexts[:, :, 0].mean(1), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found.covariance[0].double(), torch.cov(joined(rows, 1)[0].mT))
         chol = calibrated.whiteners[1].chol.double()
-        metric = ridged(metrics.k(chol @ chol.mT) if stream == "k" else metrics.v(1), tiny_params.calibration.ridge)
+        metric = ridged(metrics.k(1, chol @ chol.mT) if stream == "k" else metrics.v(1), tiny_params.calibration.ridge)
         loss, power = load_file(tiny_calibration["capture"])[f"layer_1_{stream}_loss"], rows.var(1)
         metric *= ((loss * power).sum(1) / (metric.diagonal(dim1=1, dim2=2) * power).sum(1))[:, None, None]
         scale = metric.diagonal(dim1=1, dim2=2).mean()

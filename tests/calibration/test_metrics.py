@@ -20,8 +20,8 @@ def test_rotation_and_output_projection_are_the_models_own(tmp_path, kind):
     metrics = ErrorMetrics(resolve(Model(path=str(folder), revision=None, n_layers=3)), context=8)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(8)[None])
-    assert torch.equal(torch.cat((metrics.cos, metrics.cos), -1), cos[0])
-    assert torch.equal(torch.cat((metrics.sin, metrics.sin), -1), sin[0])
+    assert torch.equal(torch.cat((metrics.angles[2][0], metrics.angles[2][0]), -1), cos[0])
+    assert torch.equal(torch.cat((metrics.angles[2][1], metrics.angles[2][1]), -1), sin[0])
     weight = model.model.layers[2].self_attn.o_proj.weight.detach()
     torch.testing.assert_close(metrics.v(2), of_outputs(weight, 2, 32))
 
@@ -44,5 +44,5 @@ def test_an_error_moves_the_scores_of_the_model_as_its_metric_says(hf_engine, ti
         squares.append((q[0, :, 7] @ k[0, 0, 7 - lag]).square().mean())
     weights = 1 / torch.arange(1.0, 9)
     moved = (weights / weights.sum() * torch.stack(squares)).sum()
-    metric = metrics.k((queries.mT @ queries / 7)[None].double())[0]
+    metric = metrics.k(0, (queries.mT @ queries / 7)[None].double())[0]
     torch.testing.assert_close((error.double() @ metric @ error.double()).float(), moved, rtol=1e-4, atol=0)

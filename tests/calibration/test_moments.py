@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from kvlab.calibration.moments import PLACEMENTS, Extent, ModelMoments, names, stored_first, stored_queries, stored_rows
 from kvlab.calibration.sigma import second_moment
-from kvlab.codecs.klt import components, covariance
-from kvlab.codecs.klt.grouping import joined
-from kvlab.codecs.klt.moments import Moments, folds
+from kvlab.codecs.klt import components
+from kvlab.codecs.shared import covariance
+from kvlab.codecs.shared.grouping import joined
 from kvlab.codecs.shared.metric import rotated
+from kvlab.codecs.shared.moments import Moments, folds
 from kvlab.core.errors import Fault, NonFinite
 from refusals import refused
 
@@ -48,7 +49,7 @@ def text(seed: int = 0) -> dict:
 
 def folded(windows, given_text) -> ModelMoments:
     """The moments of some windows in the order given."""
-    found = ModelMoments(INFO, EXTENT, ANGLES)
+    found = ModelMoments(INFO, EXTENT, [ANGLES] * 2)
     for window in windows:
         for (number, layer, part), x in given_text.items():
             if number == window:
@@ -181,7 +182,7 @@ def test_what_does_not_belong_together_is_refused():
     with refused(Fault, "fault.shared-window"):
         folded([0, 1], given_text).merge(folded([1], given_text))
     with refused(Fault, "fault.other-extent", "windows=8", "windows=7"):
-        folded([0], given_text).merge(ModelMoments(INFO, Extent(8, 11, 8), ANGLES))
+        folded([0], given_text).merge(ModelMoments(INFO, Extent(8, 11, 8), [ANGLES] * 2))
     with refused(Fault, "fault.other-extent", "40 tokens", "41 tokens"):
         Moments(40, 2, 6).merge(Moments(41, 2, 6))
     with refused(Fault, "fault.token-range", "7 tokens", "3 to 8"):

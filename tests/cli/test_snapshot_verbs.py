@@ -501,11 +501,11 @@ def test_the_example_of_the_documentation_runs_as_it_stands_there(run, root, tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").symlink_to(root / "models")
     ran, names = 0, {}
-    for block in blocks(root / "docs/kvstore.md"):
+    for block in blocks(root / "docs/snapshots.md"):
         if block["name"]:
             (tmp_path / block["name"]).write_text(block["body"])
         if block["kind"] == "python" and "import LLM" not in block["body"]:  # that one starts in tests/kvstore/vllm
-            exec(compile(block["body"], "docs/kvstore.md", "exec"), names)
+            exec(compile(block["body"], "docs/snapshots.md", "exec"), names)
         if block["kind"] != "console":
             continue
         for line, _, shown in (part.partition("\n") for part in block["body"].split("$ kvlab snapshot ")[1:]):
@@ -518,7 +518,7 @@ def test_the_example_of_the_documentation_runs_as_it_stands_there(run, root, tmp
 
 
 def test_the_documentation_names_every_verb_and_only_flags_that_there_are(root):
-    text = (root / "docs/kvstore.md").read_text()
+    text = (root / "docs/snapshots.md").read_text()
     assert set(re.findall(r"kvlab snapshot (\w+)", text)) == {*snapshot_verbs.SNAPSHOT}
     declared = {flag for verb in snapshot_verbs.SNAPSHOT.values() for flag in flags_of(verb)}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) - declared == {"--kv-transfer-config"}  # vLLM's own

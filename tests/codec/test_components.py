@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from codec.making import second_moment
-from kvlab.codecs.klt import components, covariance
-from kvlab.codecs.klt.grouping import joined
+from kvlab.codecs.klt import components
 from kvlab.codecs.klt.marginal import PSEUDO_SAMPLES, Marginals, gaussian_sketch, ranks, sketch
-from kvlab.codecs.klt.moments import folds
+from kvlab.codecs.shared import covariance, whitening
+from kvlab.codecs.shared.grouping import joined
+from kvlab.codecs.shared.moments import folds
 from kvlab.codecs.shared.quantizer import gaussian_table, mse
 from kvlab.core.errors import CalibrationMismatch, NonFinite
 from refusals import refused
@@ -145,7 +146,7 @@ def test_broken_input_is_refused():
     rows, _ = planted(50)
     with refused(CalibrationMismatch, "calibration.other-shape", "metric", [1, 16, 16]):
         components.fit(rows, torch.eye(16)[None])
-    with pytest.raises(components.whitening.NotPositiveDefinite):
+    with pytest.raises(whitening.NotPositiveDefinite):
         components.fit(rows, -torch.eye(32)[None])
     rows[0, 0, 0, 0] = torch.nan
     with pytest.raises(NonFinite):

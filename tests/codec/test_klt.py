@@ -14,11 +14,11 @@ from kvlab.codecs.kivi import KiviStream
 from kvlab.codecs.klt import KltStream, components
 from kvlab.codecs.klt.allocation import shared, spending_order
 from kvlab.codecs.klt.codec import KltCodec
-from kvlab.codecs.klt.grouping import block_diagonal, diagonal_blocks, heads_together, joined, parted
 from kvlab.codecs.klt.marginal import Marginals, gaussian_sketch, ranks
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.trees import Nearest
 from kvlab.codecs.registry import build
+from kvlab.codecs.shared.grouping import block_diagonal, diagonal_blocks, heads_together, joined, parted
 from kvlab.codecs.shared.quantizer import gaussian_table, mse, quantise
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, ParamsError, StreamError, UserError

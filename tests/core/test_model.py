@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import tiny
-from kvlab.core.decoder import ROPES, TRAINED, Decoder
+from kvlab.core.decoder import ROPES, TRAINED, Decoder, rope_of
 from kvlab.core.errors import CapabilityError, ModelError, UnknownName
 from kvlab.core.model import layer_count, load_tokenizer, resolve, resolve_folder
 from kvlab.core.params import Model, ModelEntry
@@ -52,31 +53,76 @@ def test_an_architecture_that_the_hooks_do_not_know(tiny_model, tmp_path):
         resolve(model(edited(tiny_model, tmp_path, architectures=["Qwen2MoeForCausalLM"])))
 
 
-def test_sliding_windows_are_refused(tiny_model, tmp_path):
-    with refused(ModelError, "model.sliding-window", tmp_path):
-        resolve(model(edited(tiny_model, tmp_path, layer_types=["sliding_attention"] * 3)))
+QWEN = {"layer_types": None, "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2}
+GEMMA = {"sliding_window": 40, "layer_types": None}
 
 
 @pytest.mark.parametrize(
-    ("changes", "slides"),
+    ("kind", "changes", "windows"),
     [
-        (MISTRAL, True),
-        (MISTRAL | {"sliding_window": 4096}, True),
-        (MISTRAL | {"sliding_window": None}, False),
-        ({"sliding_window": 4096, "use_sliding_window": False}, False),
-        ({"sliding_window": 4096, "use_sliding_window": True}, True),
+        ("mistral", {}, [None] * 3),
+        ("mistral", {"sliding_window": 40}, [40] * 3),
+        ("mistral", {"sliding_window": ...}, [4096] * 3),
+        ("mistral", {"sliding_window": 40, "layer_types": ["sliding_attention"] * 3}, [40] * 3),
+        ("qwen2", {"sliding_window": 40, "use_sliding_window": False}, [None] * 3),
+        ("qwen2", QWEN, [None, None, 40]),
+        ("qwen3", QWEN | {"max_window_layers": ...}, [None] * 3),
+        ("qwen2", QWEN | {"layer_types": ["sliding_attention"] + ["full_attention"] * 2}, [40, None, None]),
+        ("gemma3", GEMMA, [40] * 3),
+        ("gemma3", GEMMA | {"sliding_window_pattern": 2}, [40, None, 40]),
+        ("gemma3", {}, [24, 24, None]),
     ],
 )
-def test_a_window_counts_where_the_model_uses_it(tmp_path, changes, slides):
-    copy = tiny.write_model(tmp_path / "copy", "llama")  # its tensors are those of a Mistral too
-    config = json.loads((copy / "config.json").read_text())
-    config = {k: v for k, v in config.items() if k not in ("sliding_window", "use_sliding_window", "layer_types")}
-    (copy / "config.json").write_text(json.dumps(config | changes))
-    if slides:
-        with refused(ModelError, "model.sliding-window", copy):
-            resolve(model(copy))
-    else:
-        resolve(model(copy))
+def test_the_windows_are_those_of_transformers(tmp_path, kind, changes, windows):
+    folder = tiny.write_model(tmp_path / "model", kind)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    config = {name: value for name, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert list(resolve_folder(folder).windows) == windows
+    found = AutoModelForCausalLM.from_pretrained(folder)
+    whole = "sliding_window" if kind == "mistral" else None  # has no kinds of layers, and one window for all
+    theirs = [getattr(found.config, whole)] * 3 if whole else [x.self_attn.sliding_window for x in found.model.layers]
+    assert theirs == windows
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "code", "words"),
+    [
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "model.config-misfit", ["use_sliding_window"]),
+        ("qwen2", QWEN | {"layer_types": ["sliding_attention"] * 2}, "model.config-misfit", ["3 layers"]),
+        ("qwen2", QWEN | {"max_window_layers": -1}, "model.config-value", ["max_window_layers", "-1"]),
+        ("mistral", {"sliding_window": 0}, "model.config-value", ["sliding_window", "0"]),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, "model.config-misfit", ["'full_attention'"]),
+        ("gemma3", {"sliding_window": None}, "model.config-value", ["sliding_window"]),
+        ("llama", {"sliding_window": 64}, "model.config-misfit", ["sliding_window", "64", "vLLM"]),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "model.config-misfit", ["rope_parameters"]),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "model.soft-cap", ["attn_logit_softcapping"]),
+        ("gemma3", {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "model.soft-cap", ["Gemma2"]),
+        ("gemma3", {"use_bidirectional_attention": True}, "model.both-ways", []),
+        ("llama", {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "model.attention-sinks", []),
+        (
+            "llama",
+            {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 64},
+            "model.latent-attention",
+            ["MLA"],
+        ),
+    ],
+)
+def test_attention_that_is_not_held_is_refused_in_a_line(tmp_path, kind, changes, code, words):
+    folder = tiny.write_model(tmp_path / "model", kind)
+    with refused(ModelError, code, *words) as caught:
+        resolve_folder(edited(folder, tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_gemma_has_a_rotary_embedding_for_each_kind_of_layer(tmp_path):
+    folder = tiny.write_model(tmp_path / "model", "gemma3")
+    said = json.loads((folder / "config.json").read_text())
+    due = [1e4, 1e4, 1e6]
+    assert [layer.rope["rope_theta"] for layer in Decoder.read(said, folder).layers] == due
+    older = {name: value for name, value in said.items() if name != "rope_parameters"}
+    older |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    assert rope_of(older) == rope_of(said) == rope_of(AutoModelForCausalLM.from_pretrained(folder).config.to_dict())
 
 
 def test_a_hub_id_must_be_pinned():
@@ -127,7 +173,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"head_dim": 33}, MISFIT, ("head_dim", "is 33", "an even number")),
         ({"hidden_size": 130}, MISFIT, ("hidden_size", "is 130", "a multiple of the 4")),
         ({"num_key_value_heads": 3}, MISFIT, ("num_key_value_heads", "is 3", "the 4")),
-        ({"num_hidden_layers": 2}, MISFIT, ("layer_types", "'full_attention' for each of 2")),
+        ({"num_hidden_layers": 2}, MISFIT, ("layer_types", "for each of 2")),
         ({"layer_types": 5}, MISFIT, ("layer_types", "is 5")),
         ({"layer_types": ["chunked_attention"] * 3}, MISFIT, ("layer_types", "'chunked_attention'")),
         ({"intermediate_size": None}, VALUE, ("intermediate_size", "is None")),

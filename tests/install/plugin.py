@@ -1,4 +1,4 @@
-"""The package of docs/your-own-codec.md, put where Python finds it with its metadata, and broken ones like it."""
+"""The package of docs/codecs.md, put where Python finds it with its metadata, and broken ones like it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs" / "your-own-codec.md"
+DOCS = Path(__file__).parents[2] / "docs" / "codecs.md"
 
 
 def documented() -> dict[str, str]:

@@ -22,4 +22,4 @@ def fitted(engine, windows_path, context: int = 64) -> Archive:
 
 def coder(archive: Archive, model: PagedModel, chunk: int = CHUNK, **asked) -> ArchiveChunks:
     recipe = named_recipe("archive", **(asked or QUALITY))
-    return ArchiveChunks(model.geometry(chunk), recipe, archive, model.turn(256))
+    return ArchiveChunks(model.geometry(chunk), recipe, archive, model.turns(256))

@@ -29,7 +29,7 @@ from kvlab.measure.quick_run import NamedCodec, score
 from kvlab.witness.plain import PlainModel
 from refusals import refused
 from tiers import number
-from tiny import write_model
+from tiny import CLASSES, write_model
 
 CONTEXT = 64
 RECIPE = named_recipe("archive", quality=700)
@@ -63,7 +63,7 @@ def coder(hf_engine, calibrated, window):
     return found
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", sorted(CLASSES))
 def test_the_token_ids_say_what_the_first_layer_holds(tmp_path, kind):
     info = resolve(Model(path=str(write_model(tmp_path / kind, kind)), n_layers=3))
     engine, ids, clean = start("hf", info, "float32", max_tokens=32), list(range(3, 27)), CleanCapture(24)
@@ -96,7 +96,11 @@ def test_expected_attention_is_what_a_query_after_the_last_token_gives(hf_engine
     for layer in range(info.n_layers):
         seen = weights[layer][0, :, -1, :CONTEXT]
         due = (seen / seen.sum(-1, keepdim=True)).square().sum(0)  # the query's own token is no part of the cache
-        assert torch.allclose(expected_attention(queries[layer], clean.kept[layer, "k"], angles), due, atol=1e-5)
+        assert torch.allclose(
+            expected_attention(queries[layer], clean.kept[layer, "k"], angles[layer], info.score_scale, None),
+            due,
+            atol=1e-5,
+        )
 
 
 def test_it_is_measured_and_witnessed(hf_engine, calibrated, calib_windows):

@@ -30,7 +30,7 @@ def coder_of(engine, name: str, dtype=None) -> EvictingCoder:
         study="cells", label=name, engine="hf", dtype="float32", protocol="snapshot", origin="hf", stream="kv",
         layers=tuple(range(engine.info.n_layers)), windows=1, recipe=IDENTITY,
     )  # fmt: skip
-    return EvictingCoder(cell, mechanism(name), engine.rotation, dtype)
+    return EvictingCoder(cell, mechanism(name), lambda n: engine.rotation(n, 0), dtype)
 
 
 @pytest.mark.parametrize("last", [1, 3])
@@ -105,7 +105,7 @@ def test_it_is_measured_and_computed_again(hf_engine, tiny_windows, policy):
     asked = mechanism(f"{policy}:percent=50,sinks=2" + (",recent=8" if policy != "sinks" else ""))
     rows = windows.test[:1]
     (found,) = score(
-        hf_engine, rows, windows.context, [], "snapshot", lambda: PlainModel(hf_engine.info.path),
+        hf_engine, rows, windows.context, [], lambda: PlainModel(hf_engine.info.path),
         [mechanism_variant(asked, hf_engine, "snapshot")],
     )  # fmt: skip
     assert found.tokens["kl"].mean() > 0 and found.witnessed == found.witnessed_kl < 1e-5
@@ -125,7 +125,7 @@ def test_one_that_keeps_everything_or_does_not_reach_attention_is_refused(hf_eng
 
 
 def test_it_is_of_finished_contexts_on_transformers(hf_engine):
-    assert "no pattern" not in mechanisms.not_run(mechanism("sinks:kept=8"), "vllm", "snapshot")
+    assert "no pattern" not in mechanisms.not_run(mechanism("sinks:kept=8"), "vllm", "snapshot", hf_engine.info)
     with refused(CapabilityError, "capability.not-run", "attention:kept=8", "in_forward"):
         mechanism_variant(mechanism("attention:kept=8"), hf_engine, "in_forward")
 

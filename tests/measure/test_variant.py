@@ -42,7 +42,7 @@ def test_a_window_without_the_codec_is_refused_although_the_sum_of_all_is_right(
     monkeypatch.setattr(quick_run, "coder_of", Uneven)
     codec, layers = quick_run.NamedCodec("int 4", named_recipe("int", 4)), hf_engine.info.n_layers
     with refused(CodecNotActive, "not-active.fires", "'int 4'", f"fired 0 times where {2 * layers} were due"):
-        quick_run.score(hf_engine, windows.test[:2], windows.context, [codec], "snapshot", None)
+        quick_run.score(hf_engine, windows.test[:2], windows.context, [codec])
 
 
 def test_the_gate_and_the_tradeoffs_count_the_same_reading(hf_engine, run):

@@ -52,7 +52,7 @@ def test_they_are_measured_and_witnessed_and_more_bits_cost_less(hf_engine, cali
     subjects.append(NamedCodec("oscar-paper", RECIPES["oscar-paper"], calibrated))
     windows = np.asarray(calib_windows.test[:2])
     plain = cache(partial(PlainModel, hf_engine.info.path))
-    found = score(hf_engine, windows, CONTEXT, subjects, "snapshot", plain)
+    found = score(hf_engine, windows, CONTEXT, subjects, plain)
     for coarse, fine in (found[:2], found[2:4]):
         assert coarse.tokens["kl"].mean() > fine.tokens["kl"].mean()
         assert coarse.cost.coding.bits_per_value < fine.cost.coding.bits_per_value
@@ -80,7 +80,7 @@ def test_a_witness_sees_another_file(hf_engine, calibrated, calib_windows, monke
     subject = NamedCodec("kvtc", RECIPES["kvtc-paper"], calibrated)
     plain = cache(partial(PlainModel, hf_engine.info.path))
     with refused(WitnessDisagrees, "witness.other-codec"):
-        score(hf_engine, np.asarray(calib_windows.test[:1]), CONTEXT, [subject], "snapshot", plain)
+        score(hf_engine, np.asarray(calib_windows.test[:1]), CONTEXT, [subject], plain)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -133,7 +133,12 @@ def test_outputs_are_those_of_the_model_s_attention(hf_engine, calib_windows):
     hf_engine.score(ids, CONTEXT - 2, lambda layer, part, x: seen.update({part: x.clone()}) if layer == 1 else None)
     hook.remove()
     angles = ErrorMetrics(hf_engine.info, CONTEXT).angles
-    found = outputs(seen["q"], seen["k"], seen["v"], angles).flatten(0, 1).transpose(0, 1).flatten(1)
+    found = (
+        outputs(seen["q"], seen["k"], seen["v"], angles[0], hf_engine.info.score_scale, None)
+        .flatten(0, 1)
+        .transpose(0, 1)
+        .flatten(1)
+    )
     torch.testing.assert_close(found[: len(given["x"])], given["x"], rtol=1e-4, atol=1e-5)
 
 

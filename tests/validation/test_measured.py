@@ -23,36 +23,34 @@ RECORD = {
 RECORD |= {"headers": ["codec", "KL"], "rows": [["`klt` 2", [0.0123, 0.01, 0.015]], ["fp8", 0.5]]}
 PAGE = "# Title\n\n<!-- measured/one:begin -->\n<!-- measured/one:end -->\n\nbelow\n"
 
-WRITTEN = {
-    "micro.md": "written by `make bench-micro`, which its first line says",
-    "surroundings.md": "written from a table that tests/cache/test_surroundings.py runs",
-}
-"""Pages that one command writes whole."""
 RUN = {
-    "kvstore.md": "tests/cli/test_snapshot_verbs.py",
+    "snapshots.md": "tests/cli/test_snapshot_verbs.py",
     "eval.md": "tests/evals/test_eval.py",
     "gate.md": "tests/gate/test_gate_cli.py",
 }
 """Pages whose consoles a test runs as they stand there."""
 SETTINGS = {
-    ("codec.md", "| name | what it is | calibrated |"): "a version in a name",
-    ("codec.md", "| name | engine and option | bits per value | held against |"): "the bits of a format, by its rule",
-    ("codec.md", "| the vector | what is stored |"): "ranges of the stream's format",
+    ("codecs.md", "| name | what it is | calibrated |"): "a version in a name",
+    ("codecs.md", "| name | engine and option | bits per value | held against |"): "the bits of a format, by its rule",
+    ("codecs.md", "| the vector | what is stored |"): "ranges of the stream's format",
     (
-        "command-line.md",
+        "measure.md",
         "| less than | is called | what costs that | same top token there |",
     ): "llama.cpp's, as kvlab.stats.kl_scale has them",
     ("rivals.md", "| name | settings | source | what is not here |"): "settings of published codecs, by their papers",
+    ("recommend.md", "| verdict | both ends are |"): "bounds of the rule, which a test holds against the code",
+    ("recommend.md", "| | stdout | `answer` in `--json` | exit code |"): "exit codes",
+    ("recommend.md", "| engine | K and V apart | layers apart | formats held against |"): "versions of engines",
     ("install.md", "| extra | adds | needed by |"): "versions of packages",
 }
 """Tables with decimal numbers that nobody measured here."""
 QUOTED = {
     "gate.md": {"KL of 0"},  # what a baseline's own KL is by definition
-    "robustness.md": {"KL at most 1e-6"},  # bounds of checks
+    "trust.md": {"KL at most 1e-6"},  # bounds of checks
     "rivals.md": {"0.01 nats", "KL is 0.0075", "KL is 0.059"},  # AQUA-KV's abstract; rows of the marked tables above
 }
 """What looks like a measured number in running text, and is none, or repeats a marked table of the same page."""
-BLOCK = re.compile(r"<!-- (measured/[\w-]+):begin -->.*?<!-- \1:end -->", re.S)
+BLOCK = re.compile(r"<!-- (measured/[\w-]+|seconds|surroundings):begin -->.*?<!-- \1:end -->", re.S)
 NUMBER = re.compile(r"\d\.\d|\d ?%|\[[-+]?[\d.]+, [-+]?[\d.]+\]|\b\d{1,3},\d{3}\b")
 ONE = r"[-+−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 FIGURE = re.compile(rf"KL (?:of |is |at most )?{ONE}|{ONE} nats|\[{ONE}, {ONE}\]|95 % {ONE} to {ONE}")
@@ -140,9 +138,8 @@ def tables(text: str) -> list[list[str]]:
 
 
 def typed() -> list:
-    """Each page that no command writes whole, with what of it stands outside of blocks and code."""
-    found = [(page.name, outside(text)) for page, text, _ in measured.pages() if page.name not in WRITTEN]
-    return [pytest.param(name, text, id=name) for name, text in found]
+    """Each page, with what of it stands outside of blocks and code."""
+    return [pytest.param(page.name, outside(text), id=page.name) for page, text, _ in measured.pages()]
 
 
 def columns(lines: list[str]) -> list[list[str]]:
@@ -187,5 +184,5 @@ def test_what_was_typed_and_printed_is_a_block_or_run_by_a_test(root):
 
 
 def test_the_scale_of_the_command_line_is_that_of_the_code(root):
-    text = (root / "docs/command-line.md").read_text()
+    text = (root / "docs/measure.md").read_text()
     assert all(f"| {step.kl} | {step.word} | {step.like} |" in text for step in kl_scale.STEPS)

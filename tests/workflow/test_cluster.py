@@ -127,7 +127,7 @@ def test_dvc_reaches_the_profile_through_the_environment(run):
 
 @pytest.fixture(scope="module")
 def bucket(s3_server):
-    """An S3 server's bucket with what docs/cluster.md puts there, and the environment that leads Snakemake to it."""
+    """An S3 server's bucket with what docs/pipeline.md puts there, and the environment that leads Snakemake to it."""
     import boto3
 
     client = boto3.client(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import importlib.util
 import json
 import re
 import shutil
@@ -19,6 +20,8 @@ import yaml
 from docutils.core import publish_parts
 from docutils.utils import SystemMessage
 
+import kvlab
+from kvlab.cli.main import verbs
 from kvlab.core.paramfile import read_yaml
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.settings import by_model
@@ -26,6 +29,7 @@ from kvlab_pipeline.studies.settings import by_model
 ROOT = Path(__file__).resolve().parents[2]
 CAPTIONS = ROOT / "workflow" / "report"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "config").glob("*.md"))]
+INDEX = ROOT / "docs/README.md"
 MADE = ("results/",)  # what the pipeline makes may be linked before it is there
 
 RULES = """\
@@ -222,12 +226,34 @@ def test_every_linked_heading_is_there(page):
 
 
 def test_the_index_of_the_documentation_lists_every_page_once():
-    index = ROOT / "docs" / "README.md"
-    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md") if path != index}
-    rows = re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", index.read_text(), re.M)
-    assert len(rows) == len(set(rows))
-    assert pages == {f"docs/{row}" for row in rows if "/" not in row}
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md") if path != INDEX}
+    rows = re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", INDEX.read_text(), re.M)
+    assert len(rows) == len(set(rows)) and pages == {f"docs/{row}" for row in rows}
     assert "docs/README.md" in links(ROOT / "README.md")
+
+
+@pytest.fixture(scope="module")
+def site():
+    """docs/conf.py, which needs no Sphinx to be read."""
+    spec = importlib.util.spec_from_file_location("conf", ROOT / "docs/conf.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_site_has_every_page_of_the_documentation(site):
+    listed = re.findall(r"^([\w./-]+)$", "".join(re.findall(r"```{toctree}\n(.*?)```", INDEX.read_text(), re.S)), re.M)
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md") if path != INDEX}
+    assert pages <= set(listed) and {"_made/commands", "_made/interface", "../config/README"} <= set(listed)
+
+
+def test_the_reference_names_every_verb_and_every_public_name(site):
+    assert {("measure",), ("calibrate",), ("snapshot", "restore"), ("gate", "check")} <= set(site.paths(verbs()))
+    made = site.interface()
+    assert all(f"## kvlab.{name}\n" in made for name in kvlab.__all__)
+    for place in site.MORE:
+        module, _, name = place.partition(":")
+        assert getattr(importlib.import_module(module), name).__doc__
 
 
 # ------------------------------------------------------------------------------------- config/README.md

@@ -160,7 +160,7 @@ def s3(s3_server):
 
 
 def name_s3(person: Person, checkout: Path, address: str) -> None:
-    """The commands of docs/remotes.md."""
+    """The commands of docs/pipeline.md."""
     person.dvc(checkout, "remote", "add", "--local", "--default", "lab", "s3://results/kvlab")
     person.dvc(checkout, "remote", "modify", "--local", "lab", "endpointurl", address)
 

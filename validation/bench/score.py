@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.klt.components import FLOOR
-from kvlab.codecs.klt.grouping import block_diagonal, heads_together, joined, parted
+from kvlab.codecs.shared.grouping import block_diagonal, heads_together, joined, parted
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import UserError
 from validation.bench.sources import StreamSample
@@ -54,7 +54,7 @@ def code(coder: BenchCoder, windows: Tensor, sample: StreamSample, weight: Tenso
 
 
 def groups_of(windows: Tensor) -> int:
-    """Groups of heads [windows, heads, tokens, head_dim] that the limit is that of (`codecs.klt.grouping`)."""
+    """Groups of heads [windows, heads, tokens, head_dim] that the limit is that of (`codecs.shared.grouping`)."""
     _, heads, _, head_dim = windows.shape
     return heads // heads_together(heads, head_dim)
 

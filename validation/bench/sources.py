@@ -102,7 +102,7 @@ def captured(path: Path, info: ModelInfo) -> Source:
         sigma, scored_sigma = (capture.queries(layer).second_moment("pre_rope", half) for half in (0, 1))
         outputs = metrics.v(layer)
         weights = {
-            "k": {"calib_weight": metrics.k(sigma), "weight": metrics.k(scored_sigma), "sigma": sigma},
+            "k": {"calib_weight": metrics.k(layer, sigma), "weight": metrics.k(layer, scored_sigma), "sigma": sigma},
             "v": {"calib_weight": outputs, "weight": outputs},
         }
         for stream in ("k", "v"):

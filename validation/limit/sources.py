@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlab.codecs.archive.model import STREAMS, ArchiveModel, sources_of
 from kvlab.codecs.archive.moments import Across
-from kvlab.codecs.klt.grouping import diagonal_blocks
+from kvlab.codecs.shared.grouping import diagonal_blocks
 
 FLOOR = 1e-30  # nats
 RIDGE = 1e-5  # of each predictor's own variance; heads may be wider together than what they are projected from

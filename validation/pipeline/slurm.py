@@ -81,9 +81,9 @@ def answer(*command, **given):
 def refuse_unfit():
     """Exit where this script would fail later, or meet a SLURM that is in use."""
     if os.geteuid() != 0:
-        refuse("this starts a SLURM of its own, which needs root; on a cluster use the profile (docs/cluster.md)")
+        refuse("this starts a SLURM of its own, which needs root; on a cluster use the profile (docs/pipeline.md)")
     if CONF.exists() and not CONF.read_text().startswith(SIGNATURE):
-        refuse(f"{CONF} is somebody's; this script would write its own there. Use the profile itself (docs/cluster.md)")
+        refuse(f"{CONF} is somebody's; this script would write its own. Use the profile itself (docs/pipeline.md)")
     if shutil.which("scontrol") and answer("scontrol", "ping") is not None:
         refuse("a slurmctld answers already: wait until the other test has ended")
 

@@ -208,9 +208,9 @@ def calibrate(ground: Ground, kept: dict[int, dict[str, Tensor]]) -> tuple[Calib
     whiteners, after_rope, fitted, condition = {}, {}, {}, []
     for layer, parts in kept.items():
         sigma = second_moment(parts["q"], info.n_kv_heads)
-        turned = second_moment(rotated(parts["q"].double(), *metrics.angles), info.n_kv_heads)
+        turned = second_moment(rotated(parts["q"].double(), *metrics.angles[layer]), info.n_kv_heads)
         whiteners[layer], after_rope[layer] = (whitening.fit(moment, RIDGE) for moment in (sigma, turned))
-        metric = ridged(metrics.k(ridged_sigma(whiteners[layer])), RIDGE)
+        metric = ridged(metrics.k(layer, ridged_sigma(whiteners[layer])), RIDGE)
         fitted[layer] = components.fit(parts["k"][:, :, : ground.context].transpose(0, 1).contiguous(), metric)
         condition.append(torch.linalg.cond(sigma).numpy())
     names = {"origin": "hf", "corpus_hash": "", "sigma_hash": "", "calibration_hash": ""}

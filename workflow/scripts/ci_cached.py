@@ -73,7 +73,7 @@ def nowhere(repo, stages):
     remote = f"the remote {name!r} ({repo.config['remote'][name]['url']})" if name else "a remote, as none is set"
     return (
         f"results of {', '.join(stages)} or of the stages before are neither in the cache nor in {remote}; push them"
-        " from a checkout that has them, name another remote (docs/remotes.md), or make them: --run-missing"
+        " from a checkout that has them, name another remote (docs/pipeline.md), or make them: --run-missing"
     )
 
 

@@ -5,7 +5,7 @@
 
 Neither runs a job. Both tools believe what they are told here: `dvc commit -f` records any file that is there,
 `snakemake --touch` calls any file made with the parameters of now. So everything is checked first, and one
-doubt ends the handover before anything is recorded. docs/two-tools.md says what is refused, and why.
+doubt ends the handover before anything is recorded. docs/pipeline.md says what is refused, and why.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The codecs in use: `kvlab.Cache` (`hf/`), a tap in vLLM (`vllm/`), coded `pages/`, `files/`; `rope.py` turns K."""
+"""The codecs in use: `kvlab.Cache` (`hf/`), a tap in vLLM (`vllm/`), coded `pages/`, and `files/` of both."""

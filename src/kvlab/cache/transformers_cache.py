@@ -17,7 +17,7 @@ from kvlab.core.recipe import STREAMS, Recipe
 
 
 class Cache(KVCache):
-    """K and V as a recipe's codecs store them; pass it to a transformers model as `past_key_values`.
+    """K and V as a recipe's codecs store them; pass it to a transformers model as `past_key_values`::
 
         from kvlab import Cache, recipe
         cache = Cache(model, recipe("hadamard", bits=4))
@@ -33,7 +33,7 @@ class Cache(KVCache):
         For a recipe that needs one and is no file.
     semantics : {"serving", "in_forward"}
         What attention sees of the running call's tokens; see `KVCache`.
-    **options
+    **options : object
         `placement`, `window_bytes` and `compiled` of `KVCache`.
 
     Raises

@@ -16,7 +16,9 @@ from kvlab.engines.base import Part
 PROBES = 96  # queries of each head, from the last quarters of the windows of the sample
 
 
-def expected_attention(probes: Tensor, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def expected_attention(
+    probes: Tensor, k: Tensor, angles: tuple[Tensor, Tensor], scale: float, window: int | None
+) -> Tensor:
     """Squared attention that each token of a context may expect from the next query, float32 [tokens].
 
     Parameters
@@ -27,18 +29,25 @@ def expected_attention(probes: Tensor, k: Tensor, angles: tuple[Tensor, Tensor])
     k : Tensor
         Keys of the context, the same [kv_heads, tokens, head_dim].
     angles : tuple of Tensor
-        cos and sin of the rotary embedding at positions 0 to tokens, as `metric.rotated` takes them.
+        cos and sin of the layer's rotary embedding at positions 0 to tokens, as `metric.rotated` takes them.
+    scale : float
+        What the layer's scores are multiplied by.
+    window : int or None
+        Last tokens that a query of the layer sees, itself among them; None for all.
 
     Returns
     -------
     Tensor
-        The mean over the probes of the sum over heads of the squared weights.
+        The mean over the probes of the sum over heads of the squared weights; NaN of tokens that no query will see,
+        as the window has left them.
     """
     tokens = k.shape[1]
     cos, sin = (part.to(k.device) for part in angles)
     queries = rotated(probes.to(k.device).float(), cos[tokens], sin[tokens]).unflatten(0, (len(k), -1))
-    scores = queries @ rotated(k.float(), cos[:tokens], sin[:tokens])[:, None].mT / k.shape[-1] ** 0.5
-    return scores.softmax(-1).square().sum((0, 1)).mean(0).cpu()
+    gone = max(0, tokens + 1 - (window or tokens + 1))  # first tokens; the query stands after the last
+    keys = rotated(k.float(), cos[:tokens], sin[:tokens])[:, None, gone:]
+    seen = (queries @ keys.mT * scale).softmax(-1).square().sum((0, 1)).mean(0).cpu()
+    return torch.nn.functional.pad(seen, (gone, 0), value=torch.nan)
 
 
 class AcrossTap:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlab.calibration.across import expected_attention
 from kvlab.calibration.capture import WindowStatistics
 from kvlab.calibration.components import Fitting
-from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.metrics import Angles, ErrorMetrics
 from kvlab.calibration.moments import STREAMS
 from kvlab.codecs.archive import ArchiveStream, fit
 from kvlab.codecs.archive.codec import ArchiveBody, ArchiveCodec
@@ -73,7 +73,8 @@ class Archive:
         if not self.probes.numel():
             raise CalibrationMismatch(ENCODES_NOT, code="calibration.decoder-only")
         angles = ErrorMetrics(self.info, keys[0].shape[1] + 1).angles
-        return torch.stack([expected_attention(probes, keys[n], angles) for n, probes in enumerate(self.probes)])
+        layers = enumerate(self.probes)
+        return torch.stack([_expected(self.info, n, probes, keys[n], angles) for n, probes in layers])
 
     @torch.no_grad()
     def encode(
@@ -279,11 +280,16 @@ def fit_archive(observed: WindowStatistics, fitting: Fitting, info: ModelInfo) -
     @lru_cache(maxsize=1)  # asked for several times in a row
     def sample(layer: int) -> LayerSample:
         k, v = (observed.layer(layer, stream) for stream in STREAMS)
-        expected = torch.stack([expected_attention(across.probes[layer], window, angles) for window in k])
+        expected = torch.stack([_expected(info, layer, across.probes[layer], window, angles) for window in k])
         return LayerSample(tuple(x.transpose(1, 2).flatten(2) for x in (k, v)), expected)
 
     found = fit.fit(across, fitting.metric, observed.first, sample, _known(info, across.ids))
     return Archive(found, across.probes, info)
+
+
+def _expected(info: ModelInfo, layer: int, probes: Tensor, k: Tensor, angles: Sequence[Angles]) -> Tensor:
+    """`expected_attention` in a layer of a model."""
+    return expected_attention(probes, k, angles[layer], info.score_scale, info.windows[layer])
 
 
 def _known(info: ModelInfo, windows: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]] | None:

@@ -46,7 +46,7 @@ def projection_biases(info: ModelInfo, context: int) -> dict[tuple[Literal["k", 
         The model's projections have no biases, or K is normalised after them.
     """
     skeleton = model_skeleton(info)
-    cos, sin = (angle.double().mean(0) for angle in rotary_angles(skeleton, context))
+    angles = rotary_angles(info, context)
     names = {parameter: name for name, parameter in skeleton.named_parameters()}
     found = {("k", "pre_rope"): {}, ("k", "post_rope"): {}, ("v", "pre_rope"): {}}
     for layer, attention in enumerate(attention_layers(skeleton, info)):
@@ -59,5 +59,6 @@ def projection_biases(info: ModelInfo, context: int) -> dict[tuple[Literal["k", 
                     code="capability.no-bias",
                 )
             found[stream, "pre_rope"][layer] = weight_of(info, names[bias]).float().view(-1, info.head_dim)
+        cos, sin = (angle.double().mean(0) for angle in angles[layer])
         found["k", "post_rope"][layer] = rotated(found["k", "pre_rope"][layer].double(), cos, sin).float()
     return found

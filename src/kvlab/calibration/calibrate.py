@@ -13,7 +13,7 @@ from kvlab.calibration.biases import projection_biases
 from kvlab.calibration.capture import WindowStatistics, observe
 from kvlab.calibration.components import FIELDS, Fitting
 from kvlab.calibration.load import Calibrated, TableKey
-from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.metrics import Angles, ErrorMetrics
 from kvlab.calibration.moments import STREAMS
 from kvlab.calibration.needs import coded_by, reads
 from kvlab.calibration.sigma import second_moments
@@ -194,7 +194,7 @@ def _tables(
     whiteners: dict[Placement, dict[int, Whitener]],
     layers: Sequence[int],
     placement: Placement,
-    angles: tuple[torch.Tensor, torch.Tensor],
+    angles: Sequence[Angles],
 ) -> dict[TableKey, torch.Tensor]:
     found: dict[TableKey, torch.Tensor] = {}
     for recipe, which in product(recipes, STREAMS):

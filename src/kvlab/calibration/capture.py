@@ -20,9 +20,9 @@ from kvlab.calibration.across import AcrossTap, StoredAcross
 from kvlab.calibration.asked import read_asked
 from kvlab.calibration.facts import header_facts
 from kvlab.calibration.joint import JointTap, OutputsTap, RowsTap
-from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.metrics import Angles, ErrorMetrics
 from kvlab.calibration.moments import STREAMS, Extent, ModelMoments, QueryMoments
-from kvlab.codecs.klt.moments import Moments
+from kvlab.codecs.shared.moments import Moments
 from kvlab.core.errors import CalibrationMismatch, NonFinite, UserError
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
@@ -229,7 +229,7 @@ def observe(
 
 
 def _looking(
-    beside: Collection[str], info: ModelInfo, chosen: tuple[int, ...], extent: Extent, angles: tuple[Tensor, Tensor]
+    beside: Collection[str], info: ModelInfo, chosen: tuple[int, ...], extent: Extent, angles: Sequence[Angles]
 ) -> dict[str, Beside]:
     """What looks at the windows beside the moments, by name."""
     makers = {

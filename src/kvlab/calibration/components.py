@@ -120,7 +120,7 @@ class Fitting:
     def metric(self, layer: int, stream: str) -> Tensor:
         """What errors are weighed by, ridged and in nats, float64 [heads, head_dim, head_dim]."""
         sigma = ridged_sigma(self.whiteners[layer])
-        form = ridged(self.metrics.k(sigma) if stream == "k" else self.metrics.v(layer), self.ridge)
+        form = ridged(self.metrics.k(layer, sigma) if stream == "k" else self.metrics.v(layer), self.ridge)
         return form * self._nats(layer, stream, form)[:, None, None]
 
     def _nats(self, layer: int, stream: str, form: Tensor) -> Tensor:

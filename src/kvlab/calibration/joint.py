@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -111,8 +113,8 @@ class OutputsTap:
     info : ModelInfo
     context : int
         First tokens of a window, that count.
-    angles : tuple of Tensor
-        cos and sin of the rotary embedding at the positions of a window, [tokens, pairs] each.
+    angles : sequence of tuple of Tensor
+        By layer, cos and sin of the rotary embedding at the positions of a window, [tokens, pairs] each.
 
     Attributes
     ----------
@@ -120,8 +122,8 @@ class OutputsTap:
         By layer, sums of the outer products of outputs, float64 [kv_heads, head_dim, head_dim].
     """
 
-    def __init__(self, info: ModelInfo, context: int, angles: tuple[Tensor, Tensor]):
-        self.context, self.angles = context, tuple(part[:context] for part in angles)
+    def __init__(self, info: ModelInfo, context: int, angles: Sequence[tuple[Tensor, Tensor]]):
+        self.info, self.context, self.angles = info, context, angles
         self.moments = {
             layer: torch.zeros(info.n_kv_heads, info.head_dim, info.head_dim, dtype=torch.float64)
             for layer in range(info.n_layers)
@@ -133,7 +135,10 @@ class OutputsTap:
         """Fold in one layer's Q, K or V of a window, before the rotary embedding [heads, tokens, head_dim]."""
         self._held[part] = x[:, : self.context].float().cpu()
         if len(self._held) == 3:
-            rows = outputs(*(self._held[each] for each in "qkv"), self.angles).double().flatten(1, 2)
+            q, k, v = (self._held[each] for each in "qkv")
+            angles = tuple(part[: self.context] for part in self.angles[layer])
+            found = outputs(q, k, v, angles, self.info.score_scale, self.info.windows[layer])
+            rows = found.double().flatten(1, 2)
             self.moments[layer] += rows.mT @ rows
             self.count += rows.shape[1] if layer == 0 else 0
             self._held.clear()
@@ -143,7 +148,7 @@ class OutputsTap:
         return {layer: (total / max(self.count, 1)).float() for layer, total in self.moments.items()}
 
 
-def outputs(q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def outputs(q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor], scale: float, window: int | None) -> Tensor:
     """Causal attention's outputs, float32 [kv_heads, query heads of one, tokens, head_dim].
 
     Parameters
@@ -152,8 +157,13 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor]) -> T
         Before the rotary embedding [heads, tokens, head_dim].
     angles : tuple of Tensor
         cos and sin at their positions [tokens, pairs].
+    scale : float
+        What scores are multiplied by.
+    window : int or None
+        Last tokens that a token sees, itself among them; None for all.
     """
     queries = rotated(q, *angles).unflatten(0, (len(k), -1))
-    scores = queries @ rotated(k, *angles)[:, None].mT / q.shape[-1] ** 0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v[:, None]
+    scores = queries @ rotated(k, *angles)[:, None].mT * scale
+    everything = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    unseen = everything.triu(1) | everything.tril(-window if window else -len(everything))
+    return scores.masked_fill(unseen, -torch.inf).softmax(-1) @ v[:, None]

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
+from kvlab.calibration.metrics import Angles
 from kvlab.codecs.shared.metric import rotated
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import NonFinite
@@ -30,7 +31,7 @@ SCORED = 4  # one of so many parts of a context
 SPARED = 4  # first tokens, whose share is large and is no vector's that a table is made for
 
 
-def measured(engine: Engine, windows: Sequence[Sequence[int]], angles: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+def measured(engine: Engine, windows: Sequence[Sequence[int]], angles: Sequence[Angles]) -> dict[str, Tensor]:
     """Losses of every layer, on an engine's model as transformers runs it.
 
     Parameters
@@ -39,8 +40,8 @@ def measured(engine: Engine, windows: Sequence[Sequence[int]], angles: tuple[Ten
         Running. Where it is not ``hf``, which alone gives gradients, the model is loaded beside it.
     windows : sequence of sequence of int
         Contexts; `WINDOWS` of them are gone through.
-    angles : tuple of Tensor
-        cos and sin of the rotary embedding at the positions of a window, [tokens, pairs] each.
+    angles : sequence of Angles
+        By layer, of the positions of a window.
 
     Returns
     -------
@@ -77,7 +78,7 @@ def _over(model: PreTrainedModel, info: ModelInfo, windows, angles) -> dict[str,
 
 
 def of_window(
-    model: PreTrainedModel, info: ModelInfo, ids: Sequence[int], window: int, angles: tuple[Tensor, Tensor]
+    model: PreTrainedModel, info: ModelInfo, ids: Sequence[int], window: int, angles: Sequence[Angles]
 ) -> dict[str, Tensor]:
     """Losses on one window, of `number` in the calibration, which draws its labels."""
     scored = max(1, len(ids) // SCORED)
@@ -86,12 +87,13 @@ def of_window(
         leaves, cache = _cache(model, info, tokens[:, :cached])
         logits = model(tokens[:, cached:], past_key_values=cache, use_cache=True).logits[0].float()
         found = torch.autograd.grad(_likelihood(logits, window), list(leaves.values()))
-    cos, sin = (part[:cached].to(model.device) for part in angles)
     spared = min(SPARED, cached - 1)
     losses = {}
     for (layer, stream), gradient in zip(leaves, found, strict=True):
         own = gradient[0].float()
-        own = rotated(own, cos, -sin) if stream == "k" else own
+        if stream == "k":
+            cos, sin = (part[:cached].to(model.device) for part in angles[layer])
+            own = rotated(own, cos, -sin)
         square = own[:, spared:].double().square().mean(1) / scored
         losses[f"layer_{layer}_{stream}_loss"] = square.cpu()
     return losses

@@ -6,14 +6,15 @@ windows are made from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvlab.codecs.klt.grouping import heads_together, joined
-from kvlab.codecs.klt.moments import Moments
+from kvlab.codecs.shared.grouping import heads_together, joined
 from kvlab.codecs.shared.metric import rotated
+from kvlab.codecs.shared.moments import Moments
 from kvlab.core.errors import Fault, NonFinite
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Placement
@@ -137,11 +138,11 @@ class ModelMoments:
     info : ModelInfo
     extent : Extent
         All the text that will come, in any order.
-    angles : tuple of Tensor
-        cos and sin of the rotary embedding at the positions of a window, [tokens, pairs] each.
+    angles : sequence of tuple of Tensor
+        By layer, cos and sin of the rotary embedding at the positions of a window, [tokens, pairs] each.
     """
 
-    def __init__(self, info: ModelInfo, extent: Extent, angles: tuple[Tensor, Tensor]):
+    def __init__(self, info: ModelInfo, extent: Extent, angles: Sequence[tuple[Tensor, Tensor]]):
         self.info, self.extent, self.angles = info, extent, angles
         self.queries: dict[int, QueryMoments] = {}
         self.rows: dict[tuple[int, Part], Moments] = {}
@@ -168,7 +169,7 @@ class ModelMoments:
         if part == "q":
             if layer not in self.queries:
                 self.queries[layer] = QueryMoments(extent, heads, self.info.head_dim, x.device)
-            self.queries[layer].update(x, window, self.angles)
+            self.queries[layer].update(x, window, self.angles[layer])
             return
         if (layer, part) not in self.rows:
             width = heads * self.info.head_dim // self.groups

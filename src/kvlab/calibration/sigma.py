@@ -97,7 +97,7 @@ def diagnose(
     found = []
     for layer, sigma in moments.items():
         k = captured.layer(layer, "k")
-        errors = round_trip_errors(rotated(k, *angles) if placement == "post_rope" else k, whiteners[layer])
+        errors = round_trip_errors(rotated(k, *angles[layer]) if placement == "post_rope" else k, whiteners[layer])
         traces = captured.queries(layer).traces
         for head in range(info.n_kv_heads):
             own = {"round_trip_error": float(errors[head]), "window_traces": traces[:, head].tolist()}
@@ -127,7 +127,7 @@ def write_fitted(
         "num_q_heads": info.n_heads,
         "num_kv_heads": info.n_kv_heads,
         "num_layers": info.n_layers,
-        "layer_types": ["full_attention"] * info.n_layers,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in info.windows],
         "calibration_split": "calib",
         "calibration_source": identity["engine"],
         "placement": placement,

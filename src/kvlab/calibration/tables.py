@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from kvlab.calibration.capture import WindowStatistics
+from kvlab.calibration.metrics import Angles
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.block import BlockStream
 from kvlab.codecs.registry import build
@@ -31,12 +32,12 @@ def residual_pool(
     observed: WindowStatistics,
     whiteners: dict[int, Whitener],
     layers: Sequence[int],
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
+    angles: Sequence[Angles] | None,
     name: str,
 ) -> torch.Tensor:
     """Normalised residuals of the sampled contexts in the coded layers, float32, one dimension.
 
-    With `angles` the tensors are rotated first, as a codec after the rotary embedding sees them.
+    With `angles`, by layer, the tensors are rotated first, as a codec after the rotary embedding sees them.
 
     Raises
     ------
@@ -48,7 +49,7 @@ def residual_pool(
     parts = []
     for layer in tqdm(layers, desc=f"residuals {name}", unit="layer"):
         x = observed.layer(layer, stream)
-        x = rotated(x, *angles) if angles else x
+        x = rotated(x, *angles[layer]) if angles else x
         for number, window in zip(observed.sampled, x, strict=True):
             parts.append(codec.residuals(window, Site(number, layer, stream)).flatten())
     pool = torch.cat(parts)

@@ -100,6 +100,7 @@ def _in_pages(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) ->
     refuse_mixed(recipe, "the recipe")
     kept_exact(recipe, "the recipe")
     capability.check("vllm", "bfloat16", "default", info)
+    capability.check_pages(info)
     for stream in STREAMS:
         rows_of(_codec(recipe, stream, calibrated), Site(0, 0, stream), info.n_kv_heads, info.head_dim)
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvlab.cli import calibrate, coded, evals, gate, measure, snapshot, weights
+from kvlab.cli import calibrate, coded, evals, gate, measure, recommend, snapshot, weights
 from kvlab.cli.commands import Verbs, installed
 from kvlab.cli.flags import choice
 from kvlab.cli.parsing import command, fail, refusal
@@ -34,6 +34,8 @@ def completion_verb(shell: Annotated[str, choice("which shell", SHELLS, argument
 
 OWN = Verbs(
     "What compressing an LLM's KV cache costs: measured on your model, your text and your engine.",
+    recommend.recommend_verb,
+    recommend.check_verb,
     measure.measure_verb,
     calibrate.calibrate_verb,
     coded.recipe_verb,

@@ -55,7 +55,7 @@ def measure_verb(
     mechanism: Annotated[
         list[str],
         word(
-            "block_sparse, chunk_summary, window, by_length, latent:rank=128, sinks:percent=25, ...: docs/attention.md",
+            "block_sparse, chunk_summary, window, by_length, latent:rank=128, sinks:percent=25: docs/mechanisms.md",
             metavar="NAME ...",
         ),
     ] = (),
@@ -149,7 +149,7 @@ def as_lines(found) -> Iterator[str]:
         yield ""
         yield as_text(list(map(_pair, found.differences)), PAIRED, "table")
     yield ""
-    yield "KL in nats per token; how large it is, beside quantised weights: docs/command-line.md"
+    yield "KL in nats per token; how large it is, beside quantised weights: docs/measure.md"
     yield (
         f"MiB of {context} tokens; tables: MiB that codecs hold in memory, once a process; tok/s: tokens"
         f" stored and read back, on {found.facts['device']}, threads: {found.facts['threads']}"

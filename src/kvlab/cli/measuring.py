@@ -115,11 +115,13 @@ def measured(
     engine = start(args.engine, info, args.dtype, max_tokens=length)
     try:
         calibrated, lines = _calibrated(args, named, stored, engine, windows, calib_text, mechanisms)
-        codecs = [quick_run.rounding(args.dtype)]
-        codecs += [quick_run.NamedCodec(one.label, one.recipe, calibrated.get(one.label)) for one in named]
+        codecs = [quick_run.rounding(args.dtype, args.protocol)]
+        codecs += [
+            quick_run.NamedCodec(one.label, one.recipe, calibrated.get(one.label), args.protocol) for one in named
+        ]
         plain = None if args.no_witness else cache(partial(PlainModel, info.path))
         variants, untried = _variants(args, mechanisms, engine, windows, calib_text, lines)
-        scored = quick_run.score(engine, windows, args.context, codecs, args.protocol, plain, variants)
+        scored = quick_run.score(engine, windows, args.context, codecs, plain, variants)
         coded, others = scored[: len(codecs)], scored[len(codecs) :]
         device = engine.device
     finally:
@@ -246,16 +248,16 @@ def _rows(
     """Of codecs; `lengths` are tokens of a context and of a window."""
     floor, *others = scored
     values = info.values_per_token
-    rounding = _estimates(floor)
+    rounding = estimates(floor)
     words = "what storing K and V in 16 bits costs"
     first = 2.0 * values
-    rows = [CostRow(quick_run.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, values))]
+    rows = [CostRow(quick_run.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, info))]
     for one, found in zip(named, others, strict=True):
         fitted = calibrated.get(one.label)
         row = replace(
             _row((one.codec, one.bits, one.recipe.recipe_id), found, rounding[0].value),
             table_bytes=resident_bytes(one.recipe, fitted, info) if fitted else 0,
-            tokens_per_second=costs.tokens_per_second(lengths[0], found.seconds),
+            tokens_per_second=costs.tokens_per_second(lengths[found.variant.cell.span == "window"], found.seconds),
             places=costs.places(one.recipe, fitted, info),
         )
         rows.append(replace(row, pays_from=costs.pays_from(row, values)))
@@ -264,7 +266,7 @@ def _rows(
 
 def _row(names: tuple, found: quick_run.Scored, floor: float) -> CostRow:
     """A row with its first three columns given; `floor` is the KL of rounding, by which it is put into words."""
-    kl, top1 = _estimates(found)
+    kl, top1 = estimates(found)
     cost, words = found.cost, span_in_words(kl.low, kl.high, floor)
     return CostRow(*names, cost.bits_per_value, kl, top1, words, cost.stored, cost.read)
 
@@ -278,7 +280,7 @@ def _variants(
     lines: list[str],
 ) -> tuple[list[Variant], dict[str, str]]:
     """The mechanisms that can be measured, latents fitted, and why the others cannot."""
-    untried = {one.name: why for one in mechanisms if (why := not_run(one, args.engine, args.protocol))}
+    untried = {one.name: why for one in mechanisms if (why := not_run(one, args.engine, args.protocol, engine.info))}
     able, moments = [one for one in mechanisms if one.name not in untried], {}
     if any(isinstance(one, Latent) for one in able):
         source = _calibration_text(args, engine, calib_text)
@@ -303,7 +305,7 @@ def _differences(
     return tuple(pairs)
 
 
-def _estimates(found: quick_run.Scored) -> tuple[Estimate, Estimate]:
+def estimates(found: quick_run.Scored) -> tuple[Estimate, Estimate]:
     """Of the KL divergence and of the top-1 agreement."""
     kl, top1 = found.columns
     return BOOTSTRAP.divergence(kl), BOOTSTRAP.rate(top1)

@@ -37,7 +37,7 @@ SNAPSHOT = Verbs(
     """\
 The KV cache of a context as a file: save, inspect, verify, restore, diff.
 
-Prefill once, ask many times (docs/kvstore.md).""",
+Prefill once, ask many times (docs/snapshots.md).""",
     ends="""
 Exit codes: 0 done, whole, the same; 1 damaged, another model's, different, or the warm run is not the cold one; 2 the
 input is wrong, or a file cannot be judged.""",
@@ -312,8 +312,8 @@ def _coder(ready, model, chunk_tokens: int, tokens: int):
 
     if ready is None:
         return None
-    geometry, turn = model.geometry(chunk_tokens), model.turn(tokens)
-    return recipe_coder(geometry, ready.recipe, ready.calibration, ready.layers, turn=turn)
+    geometry, turns = model.geometry(chunk_tokens), model.turns(tokens)
+    return recipe_coder(geometry, ready.recipe, ready.calibration, ready.layers, turns=turns)
 
 
 def _decoder(snapshot, info, ready):
@@ -323,7 +323,7 @@ def _decoder(snapshot, info, ready):
     own = snapshot.manifest.identity
     model = _model(info, own.geometry.dtype)
     return _coder(ready, model, own.geometry.chunk_tokens, snapshot.length) or coder_for(
-        own, None, model.turn(snapshot.length)
+        own, None, model.turns(snapshot.length)
     )
 
 

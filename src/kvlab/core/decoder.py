@@ -9,13 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from kvlab.core.errors import ModelError, nearest, suggestion
 from kvlab.core.limits import MOST_LAYERS, shown
 
 # Architectures whose projection modules the hooks know (engines/hooks.py). One name, one attention layout.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    GEMMA := "Gemma3ForCausalLM",
+)
+TYPES = {GEMMA: "gemma3_text"}  # `model_type`, where it is another word than the architecture
+SWITCHED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")  # whose windows count only where use_sliding_window is true
+FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULT_WINDOW, DEFAULT_FULL_BELOW, DEFAULT_FULL_EVERY = 4096, 28, 6  # as transformers says; the last is Gemma's
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
 DEFAULT_THETA = 10000.0
 TRAINED = "original_max_position_embeddings"
@@ -34,10 +42,29 @@ NUMBERS = (
     *("factor", "low_freq_factor", "high_freq_factor", TRAINED, "attention_factor"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
-MISSING_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}  # as transformers says
+MISSING_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32, GEMMA: 4}
 VALUE = "model.config-value"  # code of a value that is none by itself
 MISFIT = "model.config-misfit"  # code of one that does not go with the others, or with what is supported
-MISSING_HEAD_DIM = {"Qwen3ForCausalLM": 128}
+MISSING_HEAD_DIM = {"Qwen3ForCausalLM": 128, GEMMA: 256}
+GEMMA_THETAS = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}  # key of older files, and default
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What one layer of a model does unlike another: the one place that says so of a config.json.
+
+    Heads and their size are the same in all layers of the `ARCHITECTURES`.
+
+    Parameters
+    ----------
+    window : int or None
+        Last tokens that a token sees, itself among them; None for all.
+    rope : dict
+        Its rotary embedding, in the form of `rope_of`.
+    """
+
+    window: int | None
+    rope: dict
 
 
 @dataclass(frozen=True)
@@ -56,8 +83,10 @@ class Decoder:
         Of every RMS norm.
     activation : str
         Of the MLP, one of `ACTIVATIONS`.
-    rope : dict
-        `rope_of` the configuration.
+    score_scale : float
+        What scores of attention are multiplied by.
+    layers : tuple of LayerAttention
+        One for each layer.
     """
 
     architecture: str
@@ -76,7 +105,17 @@ class Decoder:
     qk_norm: bool
     epsilon: float
     activation: str
-    rope: dict
+    score_scale: float
+    layers: tuple[LayerAttention, ...]
+
+    @property
+    def gemma(self) -> bool:
+        """Whether it is computed as Gemma is.
+
+        Embeddings are scaled by the root of their width, norms multiply by 1 + their weight, and there is one before
+        and one after attention and MLP.
+        """
+        return self.architecture == GEMMA
 
     @classmethod
     def read(cls, config: dict, path: Path) -> Decoder:
@@ -88,31 +127,29 @@ class Decoder:
             A value is none that the model can have, or engines would take it otherwise than it is read here.
         """
         architecture = known_architecture(config, path)
-        if slides(config, architecture):
-            raise ModelError(
-                f"{path} uses sliding-window attention, whose cache is not a whole prefix; not supported",
-                code="model.sliding-window",
-            )
         heads, hidden = _whole(config, "num_attention_heads", path), _whole(config, "hidden_size", path)
-        bias = _switch(config, "attention_bias", path) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+        biased = ("LlamaForCausalLM", "Qwen3ForCausalLM", GEMMA)
+        bias, n_layers = _switch(config, "attention_bias", path), _whole(config, "num_hidden_layers", path)
+        bias, head_dim = bias and architecture in biased, _head_dim(config, architecture, path, hidden, heads)
         found = cls(
             architecture=architecture,
-            n_layers=_whole(config, "num_hidden_layers", path),
+            n_layers=n_layers,
             hidden=hidden,
             inner=_whole(config, "intermediate_size", path),
             n_heads=heads,
             n_kv_heads=_kv_heads(config, architecture, path, heads),
-            head_dim=_head_dim(config, architecture, path, hidden, heads),
+            head_dim=head_dim,
             vocab_size=_whole(config, "vocab_size", path),
             max_positions=_whole(config, "max_position_embeddings", path),
-            tied=_switch(config, "tie_word_embeddings", path),
+            tied=_switch(config, "tie_word_embeddings", path, architecture == GEMMA),
             qkv_bias=bias or architecture == "Qwen2ForCausalLM",
             o_bias=bias,
             mlp_bias=_switch(config, "mlp_bias", path) and architecture == "LlamaForCausalLM",
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture in ("Qwen3ForCausalLM", GEMMA),
             epsilon=_number(config, "rms_norm_eps", path, 1e-6),
-            activation=_activation(config, path),
-            rope=_rope(config, path),
+            activation=_activation(config, architecture, path),
+            score_scale=_score_scale(config, architecture, path, head_dim),
+            layers=_layers(config, architecture, path, n_layers),
         )
         found._refuse_misfits(config, path)
         return found
@@ -123,12 +160,6 @@ class Decoder:
         if self.n_layers > MOST_LAYERS:
             raise ModelError(
                 f"num_hidden_layers {where} is {self.n_layers}; allowed: at most {MOST_LAYERS}", code=MISFIT
-            )
-        kinds = config.get("layer_types")
-        if kinds is not None and kinds != ["full_attention"] * self.n_layers:
-            raise ModelError(
-                f"layer_types {where} is {shown(kinds)}; allowed: 'full_attention' for each of {self.n_layers} layers",
-                code=MISFIT,
             )
         if self.n_heads % self.n_kv_heads:
             raise ModelError(
@@ -143,10 +174,10 @@ class Decoder:
         pad = config.get("pad_token_id")
         if pad is not None and (type(pad) is not int or not -self.vocab_size <= pad < self.vocab_size):
             raise ModelError(f"pad_token_id {where} is {shown(pad)}; allowed: null, or below vocab_size", code=MISFIT)
-        for name in LISTS:
-            if self.rope["rope_type"] == "longrope" and len(self.rope[name]) != self.head_dim // 2:
+        for rope, name in product((layer.rope for layer in self.layers), LISTS):
+            if rope["rope_type"] == "longrope" and len(rope[name]) != self.head_dim // 2:
                 raise ModelError(
-                    f"{name} of the rotary embedding {where} has {len(self.rope[name])} numbers; allowed:"
+                    f"{name} of the rotary embedding {where} has {len(rope[name])} numbers; allowed:"
                     f" {self.head_dim // 2}, one for each pair of dimensions",
                     code=MISFIT,
                 )
@@ -173,9 +204,11 @@ class Decoder:
         }
         found = {f"{name}.weight": (rows, columns) for name, (rows, columns, _) in maps.items()}
         found |= {f"{name}.bias": (rows,) for name, (rows, _, bias) in maps.items() if bias}
-        found |= {f"{name}.weight": (self.hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        norms = ("q_norm", "k_norm") if self.qk_norm else ()
-        return found | {f"self_attn.{name}.weight": (self.head_dim,) for name in norms}
+        around = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if self.gemma else ()
+        norms = ("input_layernorm", "post_attention_layernorm", *around)
+        found |= {f"{name}.weight": (self.hidden,) for name in norms}
+        own = ("q_norm", "k_norm") if self.qk_norm else ()
+        return found | {f"self_attn.{name}.weight": (self.head_dim,) for name in own}
 
 
 HEAD = "lm_head.weight"
@@ -192,6 +225,7 @@ def known_architecture(config: dict, path: Path) -> str:
     """
     named = config.get("architectures")
     architecture = str(named[0] if isinstance(named, list) and named else "none")
+    _refuse_other_attention(config, architecture, path)
     if architecture not in ARCHITECTURES:
         near = nearest(architecture, ARCHITECTURES)
         hint = f"; did you mean {near}?" if near else ""
@@ -199,7 +233,8 @@ def known_architecture(config: dict, path: Path) -> str:
             f"architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}{hint}",
             code="model.architecture",
         )
-    kind, expected = config.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
+    kind = config.get("model_type")
+    expected = TYPES.get(architecture, architecture.removesuffix("ForCausalLM").lower())
     if kind != expected:
         code = "; code that a model brings (auto_map) is never run" if "auto_map" in config else ""
         raise ModelError(
@@ -213,28 +248,123 @@ def known_architecture(config: dict, path: Path) -> str:
     return architecture
 
 
-def slides(config: dict, architecture: str) -> bool:
-    """Whether any layer attends to a window only.
+def _refuse_other_attention(config: dict, architecture: str, path: Path) -> None:
+    """`ModelError` for models whose attention is another than softmax over K and V by heads, from the past alone."""
+    capped = [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if config.get(name) is not None]
+    refused = {
+        "model.latent-attention": (
+            "kv_lora_rank" in config,
+            "latent attention (MLA), whose cache has no K and V by head",
+        ),
+        "model.soft-cap": (
+            bool(capped) or architecture.startswith("Gemma2"),
+            f"soft caps on its logits, as Gemma 2 has them ({', '.join(capped) or 'by default'})",
+        ),
+        "model.attention-sinks": (
+            architecture.startswith("GptOss"),
+            "attention sinks, logits that it learnt for no token",
+        ),
+        "model.both-ways": (bool(config.get("use_bidirectional_attention")), "attention that looks ahead"),
+    }
+    for code, (has, what) in refused.items():
+        if has:
+            raise ModelError(f"{path} ({architecture}) has {what}; not supported", code=code)
 
-    Mistral has no switch: its window counts whenever it is not null, and is 4096 where none is given.
-    """
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and "sliding_attention" in kinds:
-        return True
-    always_on = architecture == "MistralForCausalLM"
-    window = config.get("sliding_window", 4096 if always_on else None)
-    return window is not None and bool(config.get("use_sliding_window", always_on))
+
+def _layers(config: dict, architecture: str, path: Path, n_layers: int) -> tuple[LayerAttention, ...]:
+    """How each layer attends; `ModelError` where engines would not read it alike."""
+    kinds, where = _kinds(config, architecture, path, n_layers), f"in config.json of {path}"
+    said = config.get("layer_types")
+    if said is not None and said != kinds and not (architecture in (*SWITCHED, GEMMA) and _are_kinds(said, n_layers)):
+        raise ModelError(
+            f"layer_types {where} is {shown(said)}; allowed: {_allowed(architecture, kinds[0])} for each of {n_layers}"
+            " layers",
+            code=MISFIT,
+        )
+    kinds = kinds if said is None else said
+    window = None
+    if SLIDING in kinds:
+        if architecture in SWITCHED and not _switch(config, "use_sliding_window", path):
+            raise ModelError(
+                f"layer_types {where} has {SLIDING!r}, and use_sliding_window is not true; let them say the same",
+                code=MISFIT,
+            )
+        window = _window(config, path)
+    ropes = _ropes(config, architecture, path)
+    return tuple(LayerAttention(window if kind == SLIDING else None, ropes[kind]) for kind in kinds)
+
+
+def _kinds(config: dict, architecture: str, path: Path, n_layers: int) -> list[str]:
+    """Kinds of layers by their number where layer_types does not name them."""
+    if architecture == GEMMA:
+        key = "sliding_window_pattern"
+        every = _whole(config, key, path, DEFAULT_FULL_EVERY)
+        return [SLIDING if layer % every else FULL for layer in range(1, n_layers + 1)]
+    if architecture == "MistralForCausalLM":
+        return [SLIDING if config.get("sliding_window", DEFAULT_WINDOW) is not None else FULL] * n_layers
+    slides = architecture in SWITCHED and _switch(config, "use_sliding_window", path)
+    if slides and config.get("sliding_window", DEFAULT_WINDOW) is not None:
+        full = config.get("max_window_layers", DEFAULT_FULL_BELOW)
+        if type(full) is not int or full < 0:
+            raise ModelError(
+                f"max_window_layers in config.json of {path} is {shown(full)}; allowed: a whole number from 0",
+                code=VALUE,
+            )
+        return [FULL if layer < full else SLIDING for layer in range(n_layers)]
+    if architecture == "LlamaForCausalLM" and config.get("sliding_window"):
+        raise ModelError(
+            f"sliding_window in config.json of {path} is {shown(config['sliding_window'])}, which vLLM goes by and"
+            f" transformers does not in a {architecture}; remove the key",
+            code=MISFIT,
+        )
+    return [FULL] * n_layers
+
+
+def _are_kinds(said: object, n_layers: int) -> bool:
+    return isinstance(said, list) and len(said) == n_layers and all(kind in (FULL, SLIDING) for kind in said)
+
+
+def _allowed(architecture: str, kind: str) -> str:
+    return f"{FULL!r} or {SLIDING!r}" if architecture in (*SWITCHED, GEMMA) else repr(kind)
+
+
+def _window(config: dict, path: Path) -> int:
+    """Tokens that a layer with a window sees; engines read 0 and null there each in its own way."""
+    found = config.get("sliding_window", DEFAULT_WINDOW)
+    if type(found) is not int or found < 2:
+        raise ModelError(
+            f"sliding_window in config.json of {path} is {shown(found)}; allowed: a whole number from 2", code=VALUE
+        )
+    return found
 
 
 def rope_of(config: Mapping) -> dict:
     """The rotary embedding that a configuration names, in the one form that all its spellings mean.
+
+    Of a model that has one for each kind of layer, those by kind.
 
     Parameters
     ----------
     config : mapping
         config.json, or ``model.config.to_dict()``.
     """
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if config.get("model_type") != TYPES[GEMMA]:
+        return _one_form(dict(config.get("rope_parameters") or config.get("rope_scaling") or {}), config)
+    given, found = dict(config.get("rope_parameters") or {}), {}
+    for kind, (key, default) in GEMMA_THETAS.items():
+        scaling = dict(config.get("rope_scaling") or {}) if kind == FULL else {}
+        plain = {"rope_type": "default", "rope_theta": config.get(key) or default}
+        found[kind] = _one_form(plain | dict(given.get(kind) or {}) | scaling, config)
+    return found
+
+
+def rope_types(rope: Mapping) -> set[str]:
+    """The kinds of what `rope_of` gave."""
+    return {rope["rope_type"]} if "rope_type" in rope else {one["rope_type"] for one in rope.values()}
+
+
+def _one_form(found: dict, config: Mapping) -> dict:
+    """One rotary embedding in one form."""
     kind = found.pop("type", None)
     found.setdefault("rope_type", kind or "default")
     if "rope_theta" not in found:
@@ -246,8 +376,8 @@ def rope_of(config: Mapping) -> dict:
     return found
 
 
-def _rope(config: dict, path: Path) -> dict:
-    """`rope_of` a configuration that a person may have edited."""
+def _ropes(config: dict, architecture: str, path: Path) -> dict[str, dict]:
+    """`rope_of` a configuration that a person may have edited, by kind of layer."""
     where = f"in config.json of {path}"
     given = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name) is not None}
     for name, value in given.items():
@@ -255,18 +385,31 @@ def _rope(config: dict, path: Path) -> dict:
             raise ModelError(
                 f"{name} {where} is {shown(value)}; allowed: null, or a mapping with rope_type", code=VALUE
             )
-        if layered := next((key for key, entry in value.items() if isinstance(entry, dict)), None):
+        by_kind = architecture == GEMMA and name == "rope_parameters"
+        wrong = [key for key, entry in value.items() if isinstance(entry, dict) != by_kind and entry is not None]
+        wrong += [key for key in value if by_kind and key not in (FULL, SLIDING)]
+        if wrong:
+            allowed = f"one for {FULL!r} and one for {SLIDING!r}" if by_kind else "one for all layers"
             raise ModelError(
-                f"{name} {where} has a mapping for {shown(layered)}; allowed: one for all layers", code=MISFIT
+                f"{name} {where} has {shown(value[wrong[0]])} for {shown(wrong[0])}; allowed: {allowed}", code=MISFIT
             )
-    if len({shown(sorted(value.items())) for value in given.values() if value}) > 1:
+    if len(given) > 1 and (architecture == GEMMA or len({shown(sorted(v.items())) for v in given.values() if v}) > 1):
         raise ModelError(
             f"rope_parameters and rope_scaling {where} say different things; remove one of them", code=MISFIT
         )
-    if "rope_theta" in config:
-        _number(config, "rope_theta", path)
+    for key in ("rope_theta", "rope_local_base_freq"):
+        if key in config:
+            _number(config, key, path)
     found = rope_of(config)
-    kind = found["rope_type"]
+    by_kind = found if architecture == GEMMA else {FULL: found, SLIDING: found}
+    for rope in by_kind.values():
+        _check_rope(rope, config, path)
+    return by_kind
+
+
+def _check_rope(found: dict, config: dict, path: Path) -> None:
+    """`ModelError` for a rotary embedding that is none."""
+    where, kind = f"in config.json of {path}", found["rope_type"]
     if not isinstance(kind, str) or kind not in ROPES:
         hint = suggestion(kind, ROPES) if isinstance(kind, str) else ""
         raise ModelError(f"rope_type {where} is {shown(kind)}; allowed: {', '.join(ROPES)}{hint}", code=VALUE)
@@ -298,7 +441,6 @@ def _rope(config: dict, path: Path) -> dict:
             " architectures rotate whole heads",
             code=MISFIT,
         )
-    return found
 
 
 def _whole(config: dict, key: str, path: Path, default: int | None = None) -> int:
@@ -324,21 +466,27 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _switch(config: dict, key: str, path: Path) -> bool:
-    """What config.json turns on; off where it is missing."""
-    found = config.get(key, False)
+def _switch(config: dict, key: str, path: Path, default: bool = False) -> bool:
+    """What config.json turns on; the default where it is missing."""
+    found = config.get(key, default)
     if type(found) is not bool:
         raise ModelError(f"{key} in config.json of {path} is {shown(found)}; allowed: true, false", code=VALUE)
     return found
 
 
-def _activation(config: dict, path: Path) -> str:
-    found = config.get("hidden_act", "silu")
+def _activation(config: dict, architecture: str, path: Path) -> str:
+    key, default = ("hidden_activation", "gelu_pytorch_tanh") if architecture == GEMMA else ("hidden_act", "silu")
+    found = config.get(key, default)
     if found not in ACTIVATIONS:
         raise ModelError(
-            f"hidden_act in config.json of {path} is {shown(found)}; allowed: {', '.join(ACTIVATIONS)}", code=VALUE
+            f"{key} in config.json of {path} is {shown(found)}; allowed: {', '.join(ACTIVATIONS)}", code=VALUE
         )
     return found
+
+
+def _score_scale(config: dict, architecture: str, path: Path, head_dim: int) -> float:
+    """Gemma is told a size for it that need not be that of its heads."""
+    return (_number(config, "query_pre_attn_scalar", path, 256) if architecture == GEMMA else head_dim) ** -0.5
 
 
 def _kv_heads(config: dict, architecture: str, path: Path, heads: int) -> int:
@@ -357,7 +505,7 @@ def _head_dim(config: dict, architecture: str, path: Path, hidden: int, heads: i
             " size of a head",
             code="model.config-null",
         )
-    if hidden % heads and (given is None or architecture == "LlamaForCausalLM"):
+    if hidden % heads and (given is None or architecture in ("LlamaForCausalLM", GEMMA)):
         raise ModelError(
             f"hidden_size in config.json of {path} is {hidden}; allowed: a multiple of the {heads} of"
             " num_attention_heads",

@@ -23,6 +23,8 @@ class Capability:
         What its own cache may be told to store K and V in, ``auto`` being the model's dtype.
     cpu_head_dims : tuple of int, optional
         Head sizes of its CPU kernel; any where not given.
+    one_window : tuple of str, optional
+        Architectures that it runs with a window in all layers or in none.
     splits : bool
         Whether it puts a model whose `tensor_parallel` is above 1 into as many processes; others keep it whole.
     """
@@ -32,6 +34,7 @@ class Capability:
     protocols: tuple[str, ...]
     cache_dtypes: tuple[str, ...] = (AUTO,)
     cpu_head_dims: tuple[int, ...] | None = None
+    one_window: tuple[str, ...] = ()
     splits: bool = False
 
 

@@ -21,7 +21,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "t
 class ModelInfo:
     """A model's slug and folder, its shape as the cache sees it, its hash, and over how many GPUs vLLM splits it.
 
-    The hash is of its config and weights.
+    The hash is of its config and weights. `windows` says by layer how many last tokens a token sees, itself among them,
+    None for all; attention's scores are multiplied by `score_scale`.
     """
 
     slug: str
@@ -35,6 +36,8 @@ class ModelInfo:
     max_positions: int
     model_hash: str
     tensor_parallel: int
+    windows: tuple[int | None, ...]
+    score_scale: float
 
     @property
     def values_per_token(self) -> int:
@@ -54,9 +57,9 @@ def resolve(model: Model, loads: bool = True) -> ModelInfo:
     Raises
     ------
     ModelError
-        The folder is missing, is no model, has an architecture that the hooks do not know, keeps a
-        sliding window, has another number of layers than params.yaml says, or holds weights that engines would
-        not agree on (`kvlab.core.weights`), or that are not those of this model (`kvlab.core.tensors`).
+        The folder is missing, is no model, has an architecture that the hooks do not know, has another number of
+        layers than params.yaml says, or holds weights that engines would not agree on (`kvlab.core.weights`), or that
+        are not those of this model (`kvlab.core.tensors`).
     """
     from kvlab.core.records import file_hash
     from kvlab.core.tensors import model_tensors
@@ -76,6 +79,8 @@ def resolve(model: Model, loads: bool = True) -> ModelInfo:
         max_positions=decoder.max_positions,
         model_hash=file_hash(path / "config.json", *weight_files(path)),
         tensor_parallel=model.tensor_parallel,
+        windows=tuple(layer.window for layer in decoder.layers),
+        score_scale=decoder.score_scale,
     )
     if info.n_layers != model.n_layers:
         raise ModelError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvlab.core.engines import AUTO, Capability
 from kvlab.core.errors import CapabilityError, UnknownName
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import ENGINES
+from kvlab.core.recipe import ENGINES, RECIPE_VARIABLE
 
 CODED = "coded"  # in place of a cache dtype: pages of coded bytes, by `kvlab.cache.pages`
 FP8_STEP = 32  # of the head size, in the CPU kernel for an fp8 cache
@@ -24,13 +24,19 @@ def check(
     UnknownName
         The engine, dtype, attention or cache dtype is not in the table.
     CapabilityError
-        The model's head size is not one the engine's kernels know, its heads do not divide by its parts, or this
-        processor cannot read such a cache.
+        The model's head size is not one the engine's kernels know, its heads do not divide by its parts, its layers
+        differ in their windows where the engine knows one for all, or this processor cannot read such a cache.
     """
     able = _row(engine)
     _refuse_unlisted(f"{engine} dtype", dtype, able.dtypes)
     _refuse_unlisted(f"{engine} attention", attention, able.attentions)
     check_cache_dtype(engine, cache_dtype)
+    if info.architecture in able.one_window and len(set(info.windows)) > 1:
+        raise CapabilityError(
+            f"{engine} runs {info.architecture} with a window in all layers or in none, and here"
+            f" {sum(map(bool, info.windows))} of {info.n_layers} have one; set engines to hf alone",
+            code="capability.mixed-windows",
+        )
     if able.splits:
         _refuse_uneven(info)
     if on_cpu and able.cpu_head_dims is not None and info.head_dim not in able.cpu_head_dims:
@@ -42,6 +48,16 @@ def check(
         )
     if on_cpu and cache_dtype != AUTO:
         _refuse_fp8(cache_dtype, info)
+
+
+def check_pages(info: ModelInfo) -> None:
+    """`CapabilityError` for a model that coded pages cannot serve: attention over them sees all tokens."""
+    if any(info.windows):
+        raise CapabilityError(
+            f"pages of {info.slug} cannot be coded: {sum(map(bool, info.windows))} of {info.n_layers} layers see a"
+            f" window of tokens, and attention over coded pages sees all; {RECIPE_VARIABLE} codes such a model",
+            code="capability.window",
+        )
 
 
 def _refuse_uneven(info: ModelInfo) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from kvlab.core.decoder import GEMMA
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import ModelInfo
 from kvlab.engines.base import Tap
@@ -65,11 +66,21 @@ def installed(places: list[tuple[nn.Module, Callable]], before: bool = False) ->
             handle.remove()
 
 
+def norms_heads_first(info: ModelInfo) -> bool:
+    """Whether the norms of Q and K of a transformers model have heads before tokens, which elsewhere come after."""
+    return info.architecture == GEMMA
+
+
 def separate_projections(model: nn.Module, info: ModelInfo, tap: Tap) -> list[tuple[nn.Module, Callable]]:
     """Places in a transformers model: q_proj, k_proj, v_proj, or q_norm and k_norm before RoPE."""
+    turned = norms_heads_first(info)
 
     def hook(layer: int, part: str, heads: int) -> Callable:
         """What shows the tap one layer's Q, K or V as its module returns it."""
+        if turned and part != "v":
+            return lambda _module, _inputs, output: through(
+                tap, layer, part, output.transpose(1, 2), heads, info.head_dim
+            ).transpose(1, 2)
         return lambda _module, _inputs, output: through(tap, layer, part, output, heads, info.head_dim)
 
     places = []

@@ -68,15 +68,20 @@ def walk(
         For each window the subjects that are due on it, in their order.
     """
     keyed = [(subject, kept.key(subject) if kept else id(subject)) for subject in subjects]
-    for window in tqdm(list(windows), desc=title, unit="window", disable=not title):
-        due = [(subject, key) for subject, key in keyed if subject.due(window)]
-        found = {key: kept.get(key, window) for _, key in due} if kept else {}
-        missing = {key: subject for subject, key in reversed(due) if found.get(key) is None}  # the first of equals
-        if missing:
-            here = visit(window)
-            fresh = {key: missing[key].score(here) for key in dict.fromkeys(k for _, k in due) if key in missing}
-            if kept:
-                kept.put(window, fresh)
-            found |= fresh
-            del here
-        yield window, [(subject, found[key]) for subject, key in due]
+    windows = list(windows)
+    with tqdm(desc=title, total=len(windows) * len(keyed), unit="score", disable=not title) as bar:
+        for number, window in enumerate(windows):
+            due = [(subject, key) for subject, key in keyed if subject.due(window)]
+            found = {key: kept.get(key, window) for _, key in due} if kept else {}
+            missing = {key: subject for subject, key in reversed(due) if found.get(key) is None}  # the first of equals
+            if missing:
+                here, fresh = visit(window), {}
+                for key in dict.fromkeys(key for _, key in due if key in missing):
+                    fresh[key] = missing[key].score(here)
+                    bar.update()
+                if kept:
+                    kept.put(window, fresh)
+                found |= fresh
+                del here
+            bar.update((number + 1) * len(keyed) - bar.n)  # what was kept, or is not due here
+            yield window, [(subject, found[key]) for subject, key in due]

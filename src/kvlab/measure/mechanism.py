@@ -41,8 +41,10 @@ Keeping = Latent | Eviction
 """What keeps less of a finished context, and reads all that it keeps."""
 
 
-def not_run(asked: Mechanism, engine: str, protocol: str) -> str | None:
+def not_run(asked: Mechanism, engine: str, protocol: str, info: ModelInfo) -> str | None:
     """Why a mechanism cannot be measured so; None where it can."""
+    if not isinstance(asked, Latent) and any(info.windows):
+        return "it chooses among all tokens, and layers of this model see a window of them alone"
     if isinstance(asked, Keeping) and protocol != "snapshot":
         return "it keeps less of a finished context, and a forward makes K and V one after the other"
     paged = ENGINES[engine].paged
@@ -55,7 +57,7 @@ def not_run(asked: Mechanism, engine: str, protocol: str) -> str | None:
 
 def refuse_needless(asked: Mechanism, engine: str, protocol: str, info: ModelInfo, context: int) -> None:
     """`CapabilityError` where it cannot be measured so, or would leave out nothing of contexts of so many tokens."""
-    if why := not_run(asked, engine, protocol):
+    if why := not_run(asked, engine, protocol, info):
         raise CapabilityError(why, code="capability.not-run")
     whole = 2 * info.n_kv_heads * info.head_dim
     if isinstance(asked, Latent):
@@ -99,14 +101,14 @@ class ReducedCache(Variant):
             maps = cache(lambda: fitted(self.moments(), self.asked.rank))
             self.coder = LatentCoder(self.cell, maps, self.asked.sinks, self.dtype, self.stream)
         else:
-            self.coder = EvictingCoder(self.cell, self.asked, lambda n: self.engine().rotation(n), self.dtype)
+            self.coder = EvictingCoder(self.cell, self.asked, lambda n: self.engine().rotation(n, 0), self.dtype)
 
     def measure(self, run: WindowRun) -> VariantOutcome:
         """See `Variant`."""
         logits, held = over_kept(run, self.coder)
-        tally, values = self.coder.tally, run.engine.info.values_per_token
+        tally = self.coder.tally
         stored = tally.coded_bytes / run.context
-        note = {"stored": stored, "read": read_of(stored, run.context, len(run.ids), values)}
+        note = {"stored": stored, "read": read_of(stored, run.context, len(run.ids), run.engine.info)}
         note |= {"tally": tally.to_json(), "pattern": self.asked.told}
         attend = reader_of_kept([one.tolist() for one in held.places], held.context) if gone_from(held) else None
         return VariantOutcome(logits, run.over_clean, note, self.coder.made, attend)
@@ -217,7 +219,7 @@ def mechanism_variant(
     CalibrationMismatch
         A latent cache lacks the moments of a layer.
     """
-    if why := not_run(asked, engine.name, protocol):
+    if why := not_run(asked, engine.name, protocol, engine.info):
         raise CapabilityError(
             f"{asked.name} is not measured on {engine.name}, {protocol}: {why}", code="capability.not-run"
         )

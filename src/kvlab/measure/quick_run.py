@@ -1,4 +1,4 @@
-"""A few codecs on one model and one text, without params.yaml: what `kvlab measure` runs.
+"""A few codecs on one model and one text, without params.yaml: what `kvlab measure` and `kvlab recommend` run.
 
 Windows, variants, coders, scores and the loop are those of the studies (`loop.walk`, `scoring.WindowRun`, `variant`,
 `coding.Coder`); only the bookkeeping of a study (jobs, records, tables on disk) is left out.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import polars as pl
@@ -18,7 +19,7 @@ from kvlab.codecs.base import Site
 from kvlab.codecs.cast import CastStream
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import Recipe
+from kvlab.core.recipe import SPAN_OF, Recipe
 from kvlab.core.settings import IdentityStream
 from kvlab.core.testimony import Testimony
 from kvlab.engines.base import Engine
@@ -37,11 +38,26 @@ BFLOAT16_STEP = 2.0**-7  # distance of neighbouring bfloat16 numbers, in units o
 
 @dataclass(frozen=True)
 class NamedCodec:
-    """A codec that is measured: a name for people, the recipe, and what was fitted for it (None: nothing is read)."""
+    """A codec that is measured.
+
+    Parameters
+    ----------
+    label : str
+        A name for people.
+    recipe : Recipe
+    calibrated : Calibrated or None
+        What was fitted for it; None: nothing is read.
+    protocol : str
+        ``snapshot`` or ``in_forward``; see `coding`.
+    layers : tuple of int or None
+        Those that are coded; None for all.
+    """
 
     label: str
     recipe: Recipe
     calibrated: Calibrated | None = None
+    protocol: str = "snapshot"
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,10 +111,10 @@ class RoundingCoder(Coder):
         return super()._code((x.float() + noise.to(x.device) * step / 12**0.5).to(x.dtype), site)
 
 
-def rounding(dtype: str) -> NamedCodec:
+def rounding(dtype: str, protocol: str = "snapshot") -> NamedCodec:
     """What rounding K and V to bfloat16 costs, as a subject."""
     stream = IdentityStream() if dtype == "bfloat16" else CastStream()
-    return NamedCodec(ROUNDING, Recipe(k=stream, v=stream))
+    return NamedCodec(ROUNDING, Recipe(k=stream, v=stream), protocol=protocol)
 
 
 def score(
@@ -106,9 +122,10 @@ def score(
     windows: np.ndarray,
     context: int,
     codecs: Sequence[NamedCodec],
-    protocol: str,
-    plain: Callable[[], PlainModel] | None,
+    plain: Callable[[], PlainModel] | None = None,
     mechanisms: Sequence[Variant] = (),
+    title: str = "measure",
+    heard: set[tuple[str, str]] | None = None,
 ) -> list[Scored]:
     """Measure codecs, then mechanisms, on windows; each window's clean pass is made once for all of them.
 
@@ -120,13 +137,15 @@ def score(
     context : int
         Tokens whose K and V are coded; the others are scored, but for the first (see `corpus.TokenWindows.labels`).
     codecs : sequence of NamedCodec
-    protocol : str
-        ``snapshot`` or ``in_forward``; see `coding`.
     plain : callable or None
         Gives the model by which a witness computes the last window again, of one codec of each family and of every
         mechanism; None for no witness.
     mechanisms : sequence of Variant
         See `mechanism.mechanism_variant`.
+    title : str
+        Of the progress bar.
+    heard : set of (protocol, placement), optional
+        Ways on which one bit moved this engine's logits in earlier calls; those of this call are added.
 
     Raises
     ------
@@ -138,7 +157,9 @@ def score(
     WitnessDisagrees
         The witness comes to something else.
     """
-    coded = [codec_variant(one, engine, protocol, len(windows)) for one in codecs]
+    coded = [codec_variant(one, engine, len(windows)) for one in codecs]
+    heard = set() if heard is None else heard
+    ways = {(one.cell.protocol, one.cell.placement) for one in coded} - heard
     again = [*chosen(one for one in coded if one.name != ROUNDING), *mechanisms]  # rounding is the engine's own
     last = len(windows) - 1
     subjects = [VariantSubject(one, last, plain if one in again else None) for one in (*coded, *mechanisms)]
@@ -149,11 +170,12 @@ def score(
     def visit(number: int) -> WindowRun:
         run = WindowRun(engine, windows[number].tolist(), context, number)
         if number == varied:
-            for stream in STREAMS:
-                heard_kl(run, protocol, "pre_rope", stream)
+            for way, stream in product(sorted(ways), STREAMS):
+                heard_kl(run, *way, stream)
+            heard.update(ways)
         return run
 
-    for _ in walk(range(len(windows)), subjects, visit, title="measure"):
+    for _ in walk(range(len(windows)), subjects, visit, title=title):
         pass
     return [one.scored(engine.info, context, windows.shape[1]) for one in subjects]
 
@@ -200,8 +222,10 @@ class VariantSubject:
         return Scored(self.variant, pl.concat(self._tables), cost, self._witnessed, seconds)
 
 
-def codec_variant(codec: NamedCodec, engine: Engine, protocol: str, windows: int = 1) -> CodecVariant:
+def codec_variant(codec: NamedCodec, engine: Engine, windows: int = 1) -> CodecVariant:
     """A codec on a running engine, on so many windows."""
     origin = codec.calibrated.origin if codec.calibrated else engine.name
-    cell = cell_of_all_layers(codec.label, engine, protocol, codec.recipe, origin=origin, windows=windows)
+    some = {"layers": codec.layers} if codec.layers is not None else {}
+    where = {"origin": origin, "windows": windows, "span": SPAN_OF[codec.protocol]}
+    cell = cell_of_all_layers(codec.label, engine, codec.protocol, codec.recipe, **where, **some)
     return CodecVariant(RoundingCoder(cell, None) if codec.label == ROUNDING else coder_of(cell, codec.calibrated))

@@ -8,6 +8,7 @@ by itself that it is at work: what keeps and reads everything leaves the logits 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -210,23 +211,33 @@ class CodecVariant(Variant):
     def cost(self, notes: Sequence[dict], info: ModelInfo, context: int, tokens: int) -> CacheCost:
         """See `Variant`."""
         self.coder.tally = Tally.total(one["tally"] for one in notes)
-        coding = self.coder.coding(info, context, self.cell.dtype)
+        coded = context if self.cell.span == "context" else tokens
+        coding = self.coder.coding(info, coded, self.cell.dtype)
         stored = coding.bits_per_value * info.values_per_token / 8
-        read = read_of(stored, context, tokens, info.values_per_token)
+        read = read_of(stored, context, tokens, info)
         return CacheCost(coding.bits_per_value, stored, read, coding)
 
 
-def read_of(stored: float, context: int, tokens: int, values: int) -> float:
+def read_of(stored: float, context: int, tokens: int, info: ModelInfo) -> float:
     """Bytes that a scored token reads on average: the stored context, and what came since, itself too, in 16 bits.
+
+    A layer with a window reads what is in it alone.
 
     Parameters
     ----------
     stored : float
-        Bytes of a token of the context.
-    tokens, values : int
-        Of the window, and K and V elements of one token.
+        Bytes of a token of the context, of all layers, which are taken to have equal parts in it.
+    context, tokens : int
+        Of the context, and of the whole window.
+    info : ModelInfo
     """
-    return stored * context + ITEMSIZE * values * (tokens - context + 1) / 2
+    past = own = 0.0
+    for window, layers in Counter(info.windows).items():
+        reach = tokens if window is None else window
+        since = np.arange(1, tokens - context + 1)  # tokens since the context, the one that reads among them
+        past += layers * np.clip(reach - since, 0, context).mean() / info.n_layers
+        own += layers * np.minimum(since, reach).mean() / info.n_layers
+    return float(stored * past + ITEMSIZE * info.values_per_token * own)
 
 
 def computed_again(

@@ -1,6 +1,6 @@
 """Whether a KL divergence is large, in words: beside rounding, and beside what quantised weights cost.
 
-The one scale of `kvlab measure`, of its pick and of a study's pages; docs/command-line.md says it to people.
+The one scale of `kvlab measure`, of its pick and of a study's pages; docs/measure.md says it to people.
 
 The steps are the mean KL divergence to the 16-bit model, in nats per token, of LLaMA 3 8B with quantised weights on
 Wikitext-2, as llama.cpp publishes it (tools/perplexity/README.md, "LLaMA 3 8b Scoreboard" and "LLaMA 2 vs. LLaMA 3

@@ -56,7 +56,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PlainModel:
-    """A Llama, Mistral, Qwen2 or Qwen3 model, in float32.
+    """A Llama, Mistral, Qwen2, Qwen3 or Gemma 3 model, in float32.
 
     Parameters
     ----------
@@ -83,9 +83,9 @@ class PlainModel:
             self._last = call, self.forward(ids, first)
         return self._last[1]
 
-    def rotated(self, k: Tensor) -> Tensor:
-        """K [kv_heads, tokens, head_dim] of positions from 0 on, after its rotary embedding, float32."""
-        return _rotate(self._on(k), self._turns(k.shape[1]), 0)
+    def rotated(self, layer: int, k: Tensor) -> Tensor:
+        """A layer's K [kv_heads, tokens, head_dim] of positions from 0 on, after its rotary embedding, float32."""
+        return _rotate(self._on(k), self._turns(k.shape[1])[layer], 0)
 
     @torch.inference_mode()
     def forward(
@@ -115,9 +115,10 @@ class PlainModel:
         """
         held, table = held or {}, "model.embed_tokens.weight"
         hidden = self._weights.rows(table, torch.tensor(list(ids[begin:]), device=self._device))
-        rotary = self._turns(len(ids))
+        if self._decoder.gemma:
+            hidden = hidden * self._decoder.hidden**0.5
         found = PlainPass(hidden)
-        for number in range(self._decoder.n_layers):
+        for number, rotary in enumerate(self._turns(len(ids))):
             q, k, v = self._projected(number, self._normed(number, "input_layernorm", hidden))
             found.own[number, "k"], found.own[number, "v"] = k, v
             k_held, v_held = (self._on(held.get((number, part))) for part in ("k", "v"))
@@ -125,19 +126,28 @@ class PlainModel:
                 k_held = _rotate(k_held, rotary, 0)
             k, v = _joined(k_held, _rotate(k, rotary, begin), begin), _joined(v_held, v, begin)
             found.read[number, "k"], found.read[number, "v"] = k, v
-            given = _rotate(q, rotary, begin), k, v, self._decoder.head_dim**-0.5, begin
-            attended = attend(number, *given) if attend else _attention(*given)
-            hidden = hidden + self._mapped(number, "self_attn.o_proj", attended)
-            hidden = hidden + self._mlp(number, self._normed(number, "post_attention_layernorm", hidden))
-        last = _rms_norm(hidden[first - begin : -1], self._weights.get("model.norm.weight"), self._decoder.epsilon)
+            given = _rotate(q, rotary, begin), k, v, self._decoder.score_scale, begin
+            attended = attend(number, *given) if attend else _attention(*given, self._decoder.layers[number].window)
+            hidden = self._added(number, hidden, self._mapped(number, "self_attn.o_proj", attended))
+        last = self._norm(hidden[first - begin : -1], self._weights.get("model.norm.weight"))
         head = table if self._decoder.tied else HEAD
         found.logits = torch.cat([last @ rows.T for rows in self._weights.blocks(head)], dim=1)
         return found
 
-    def _turns(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every position's angles, [tokens, head_dim] each."""
-        cos, sin = turns(self._decoder, tokens)
-        return cos.to(self._device), sin.to(self._device)
+    def _added(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What comes out of a layer, of what came in and what its attention made of it."""
+        if not self._decoder.gemma:
+            hidden = hidden + attended
+            return hidden + self._mlp(layer, self._normed(layer, "post_attention_layernorm", hidden))
+        hidden = hidden + self._normed(layer, "post_attention_layernorm", attended)
+        inner = self._mlp(layer, self._normed(layer, "pre_feedforward_layernorm", hidden))
+        return hidden + self._normed(layer, "post_feedforward_layernorm", inner)
+
+    def _turns(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """By layer, cosine and sine of every position's angles, [tokens, head_dim] each; layers alike share them."""
+        ropes = [layer.rope for layer in self._decoder.layers]
+        made = {id(rope): tuple(x.to(self._device) for x in turns(self._decoder, rope, tokens)) for rope in ropes}
+        return [made[id(rope)] for rope in ropes]
 
     def _of(self, layer: int, name: str) -> Tensor | None:
         return self._weights.get(f"model.layers.{layer}.{name}")
@@ -147,7 +157,10 @@ class PlainModel:
         return functional.linear(x, self._of(layer, f"{name}.weight"), self._of(layer, f"{name}.bias"))
 
     def _normed(self, layer: int, name: str, x: Tensor) -> Tensor:
-        return _rms_norm(x, self._of(layer, f"{name}.weight"), self._decoder.epsilon)
+        return self._norm(x, self._of(layer, f"{name}.weight"))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _rms_norm(x, 1 + weight if self._decoder.gemma else weight, self._decoder.epsilon)
 
     def _projected(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of one layer, [heads, tokens, head_dim] each; after the norms of Q and K where there are some."""
@@ -187,31 +200,35 @@ def _joined(given: Tensor | None, own: Tensor, begin: int) -> Tensor:
     return torch.cat([given, own[:, given.shape[1] - begin :]], dim=1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, begin: int) -> Tensor:
-    """Causal softmax attention (Vaswani et al. 2017), [tokens, heads * head_dim]; neighbours share a KV head."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, begin: int, window: int | None) -> Tensor:
+    """Causal softmax attention (Vaswani et al. 2017), [tokens, heads * head_dim]; neighbours share a KV head.
+
+    With a window, over the last tokens alone (Beltagy et al. 2020, arXiv 2004.05150).
+    """
     group = q.shape[0] // k.shape[0]
     k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
     scores = q @ k.transpose(1, 2) * scale
     places = torch.arange(k.shape[1], device=q.device)
-    future = places[None, :] > (places[begin:, None])
-    weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    ago = places[begin:, None] - places[None, :]
+    unseen = (ago < 0) | (ago >= (window or len(places)))
+    weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
     return (weights @ v).transpose(0, 1).reshape(q.shape[1], -1)
 
 
 # Rotary embeddings by their papers: how fast each pair of dimensions turns, and how much attention is scaled.
 
 
-def turns(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles at positions 0.., float32 [tokens, head_dim] each."""
-    speeds, scale = _speeds(decoder, tokens)
+def turns(decoder: Decoder, rope: dict, tokens: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of a rotary embedding's angles at positions 0.., float32 [tokens, head_dim] each."""
+    speeds, scale = _speeds(decoder, rope, tokens)
     angles = torch.arange(tokens).float()[:, None] * speeds
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos() * scale, angles.sin() * scale
 
 
-def _speeds(decoder: Decoder, tokens: int) -> tuple[Tensor, float]:
+def _speeds(decoder: Decoder, rope: dict, tokens: int) -> tuple[Tensor, float]:
     """Radians that a pair turns by each token, float32 [head_dim / 2], and the scale of cosine and sine."""
-    rope, size, theta = decoder.rope, decoder.head_dim, decoder.rope["rope_theta"]
+    size, theta = decoder.head_dim, rope["rope_theta"]
     kind, factor = rope["rope_type"], rope.get("factor", 1.0)
     if kind == "dynamic":  # bloc97 and emozilla 2023: the base grows with what is longer than the model was trained for
         longer = factor * max(tokens, decoder.max_positions) / decoder.max_positions - (factor - 1)
@@ -224,7 +241,7 @@ def _speeds(decoder: Decoder, tokens: int) -> tuple[Tensor, float]:
     if kind == "yarn":
         return _by_rotations(speeds, rope, size), _yarn_scale(rope)
     if kind == "longrope":
-        return _by_pair(speeds, decoder, tokens)
+        return _by_pair(speeds, decoder, rope, tokens)
     return speeds, 1.0
 
 
@@ -265,9 +282,9 @@ def _yarn_scale(rope: dict) -> float:
     return grown(1.0)
 
 
-def _by_pair(speeds: Tensor, decoder: Decoder, tokens: int) -> tuple[Tensor, float]:
+def _by_pair(speeds: Tensor, decoder: Decoder, rope: dict, tokens: int) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): each pair has a factor, others beyond the length trained on."""
-    rope, trained = decoder.rope, decoder.rope["original_max_position_embeddings"]
+    trained = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or decoder.max_positions / trained
     scale = rope.get("attention_factor")
     if scale is None:

@@ -231,7 +231,7 @@ class Witness:
             found = self._at(self.claim.given, (layer, part), "came to the codec")
             rotated = part == "k" and cell.placement == "post_rope"
             expected = own.own[layer, part][:, : found.shape[1]]
-            expected = self.model.rotated(expected) if rotated else expected
+            expected = self.model.rotated(layer, expected) if rotated else expected
             worst = max(worst, self._same(found, expected, f"K and V that came to the codec: layer {layer} {part}"))
             coded = self.claim.context if cell.span == "context" else len(self.claim.ids)
             if found.shape[1] != coded:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvlab.cache.hf.rope import RopeTurn, turn_of
+from kvlab.cache.hf.rope import RopeTurn, turns_of
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Codec, Site
 from kvlab.codecs.registry import build
@@ -73,24 +73,24 @@ class CodedWire(Exact):
         self.name = f"{recipe.recipe_id}:{fitted}"
         self._recipe, self._config, self._head_dim, self._calibrated = recipe, config, head_dim, calibrated
         self._codecs: dict[str, Codec] = {s: self._built(s) for s in STREAMS}
-        self._turn: RopeTurn | None = None
+        self._turns: list[RopeTurn] = []  # by layer
 
     def _built(self, stream: str) -> Codec:
         own = getattr(self._recipe, stream)
         fitted = self._calibrated
         return build(own, fitted.stream(own, stream, self._recipe.placement) if fitted else None)
 
-    def _turned(self, tokens: int) -> RopeTurn | None:
-        """The rotary embedding that K is coded without; None where it is coded with it."""
+    def _turned(self, layer: int, tokens: int) -> RopeTurn | None:
+        """The rotary embedding that a layer's K is coded without; None where it is coded with it."""
         if self._recipe.placement == "post_rope":
             return None
-        if self._turn is None or len(self._turn.cos) < tokens:
-            self._turn = turn_of(self._config, self._head_dim, max(tokens, 256), torch.float32)
-        return self._turn
+        if not self._turns or len(self._turns[0].cos) < tokens:
+            self._turns = turns_of(self._config, self._head_dim, max(tokens, 256), torch.float32)
+        return self._turns[layer]
 
     def packed(self, x: Tensor, site: Site) -> Tensor:
         """A frame, uint8 [bytes]."""
-        turn = self._turned(x.shape[1]) if site.stream == "k" else None
+        turn = self._turned(site.layer, x.shape[1]) if site.stream == "k" else None
         x = turn.undo(x.cpu(), 0) if turn else x
         return torch.frombuffer(bytearray(frame_bytes(self._codecs[site.stream].encode(x, site))), dtype=torch.uint8)
 
@@ -101,7 +101,7 @@ class CodedWire(Exact):
         if (encoded.layer, encoded.stream) != place:
             raise StreamError(f"layer {layer} {stream} holds the frame of layer {encoded.layer} {encoded.stream}")
         x = self._codecs[stream].decode(encoded)
-        turn = self._turned(x.shape[1]) if stream == "k" else None
+        turn = self._turned(layer, x.shape[1]) if stream == "k" else None
         return (turn.redo(x, 0) if turn else x).to(dtype)
 
     def round_trip(self, cache: DynamicCache, dtype: torch.dtype) -> dict[Place, Tensor]:

@@ -14,7 +14,7 @@ LEDGER = Verbs(
     """\
 What was made of what: verify the log, prove an entry, make a checkpoint.
 
-Every rule of the workflow adds to the log, and its past cannot be changed unseen (docs/ledger.md).""",
+Every rule of the workflow adds to the log, and its past cannot be changed unseen (docs/trust.md).""",
     ends="""
 Exit codes: 0 done, and as it was; 1 the log is another one, or files are; 2 the input is wrong.""",
 )

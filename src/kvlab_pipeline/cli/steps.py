@@ -297,12 +297,12 @@ def report_verb(
     claims: Annotated[
         Path | None, path("json of `kvlab gate report`: what may be claimed; its GATE.md is linked")
     ] = None,
-    readme: Annotated[Path | None, path("README whose blocks are brought up to date")] = None,
+    readme: Annotated[Path | None, path("README whose blocks, and those of docs, are brought up to date")] = None,
     benchmarks: Annotated[
-        Path | None, path("folder of Snakemake's benchmarks; the README's table of seconds is of them")
+        Path | None, path("folder of Snakemake's benchmarks, for the table of seconds in docs/studies.md")
     ] = None,
 ) -> None:
-    """Write FINDINGS.md with its figures, and report.html; or the README's headline."""
+    """Write FINDINGS.md with its figures, and report.html; or the blocks of README and docs."""
     from kvlab.core.records import read_json
     from kvlab_pipeline.report import findings
     from kvlab_pipeline.report import readme as headline
@@ -348,7 +348,7 @@ def rows_verb(
     print(f"{out}: {len(rows)} rows")
 
 
-# The KV store's studies (docs/kvstore.md), each of which stands on a page of its own.
+# The KV store's studies (docs/snapshots.md), each of which stands on a page of its own.
 
 
 @STEPS.verb

@@ -1,7 +1,7 @@
-"""The README's headline: generated from numbers, and checkable without the run that made them.
+"""The numbers of README and docs: generated from a run, and checkable without it.
 
-`update` keeps three files in step: the blocks in README.md between two markers each, ``docs/headline.json``
-(the numbers that the blocks print) and ``docs/headline.svg`` (the figure, also drawn from them).
+`update` keeps them in step: blocks between two markers each, in README.md and in docs/studies.md,
+``docs/headline.json`` (the numbers that the blocks print) and ``docs/headline.svg`` (the figure, also drawn from them).
 `check` renders the committed JSON again and says what differs.
 """
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from kvlab.core.errors import StorageError
 from kvlab.core.records import atomic, file_hash, read_json, write_json, write_text
 from kvlab.output import format as fmt
+from kvlab.output.rendering import listing
 from kvlab_pipeline.pages import parts as tables
-from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.pages.templates import render
-from kvlab_pipeline.pages.withheld import settling, undecided, withheld_because, without_cross_engine
+from kvlab_pipeline.pages.withheld import undecided, withheld_because, without_cross_engine
 from kvlab_pipeline.report import figures, models
 from kvlab_pipeline.report.readme_parts import codecs_block, codecs_of, seconds_block, seconds_of
 from kvlab_pipeline.studies.factors import chapter as factors
@@ -24,7 +24,8 @@ from kvlab_pipeline.studies.factors import chapter as factors
 HEADLINE = "headline"
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 PARTS: dict[str, Callable[[dict], str]] = {"codecs": codecs_block, "seconds": seconds_block}
-"""Further blocks, in a README that has their markers."""
+"""Further blocks, on the page that has their markers."""
+STUDIES_PAGE = "docs/studies.md"
 NUMBERS, PICTURE = "docs/headline.json", "docs/headline.svg"
 IDENTITY = ("model", "corpus", "disclosure", "model_hash", "corpus_hash", "calibration", "device")
 
@@ -38,12 +39,12 @@ def update(
     claims: dict | None = None,
     benchmarks: Path | None = None,
 ) -> None:
-    """Replace the README's blocks and write ``docs/headline.json`` and ``docs/headline.svg``.
+    """Replace the blocks of README and docs, and write ``docs/headline.json`` and ``docs/headline.svg``.
 
     Parameters
     ----------
     readme : Path
-        A file with both marker lines; ``docs/`` is beside it.
+        A file with the markers of the headline; ``docs/`` is beside it.
     metrics, verdict : dict
         ``metrics.json`` and ``verdict.json``.
     figure : Path, optional
@@ -76,29 +77,38 @@ def update(
     picture = place_picture(headline, figure, readme.parent / PICTURE)
     headline["figure_hash"] = file_hash(picture) if picture else None
     write_json(readme.parent / NUMBERS, headline)
-    for name, content in blocks(headline).items():
-        if name == HEADLINE or marks(name)[0] in text:
-            before, _, after = split(text, readme, name)
-            text = f"{before}{marks(name)[0]}\n{content}{marks(name)[1]}{after}"
-    write_text(readme, text)
+    for page in pages(readme):
+        text = read(page)
+        for name, content in blocks(headline).items():
+            if marks(name)[0] in text:
+                before, _, after = split(text, page, name)
+                text = f"{before}{marks(name)[0]}\n{content}{marks(name)[1]}{after}"
+        write_text(page, text)
 
 
 def check(readme: Path) -> list[str]:
-    """What in the README's headline is not what ``docs/headline.json`` generates; empty when all is."""
+    """What on the pages is not what ``docs/headline.json`` generates; empty when all is."""
     readme = Path(readme)
     headline = read_json(readme.parent / NUMBERS)
-    text, problems = read(readme), []
-    for name, content in blocks(headline).items():
-        if name == HEADLINE or marks(name)[0] in text:
-            _, found, _ = split(text, readme, name)
-            if found.strip() != content.strip():
-                problems.append(f"the {name} block of {readme.name} is not what {NUMBERS} generates")
+    split(read(readme), readme)
+    problems = [
+        f"the {name} block of {page.name} is not what {NUMBERS} generates"
+        for page in pages(readme)
+        for text in [read(page)]
+        for name, content in blocks(headline).items()
+        if marks(name)[0] in text and split(text, page, name)[1].strip() != content.strip()
+    ]
     picture, wanted = readme.parent / PICTURE, headline["figure_hash"]
     if wanted and not picture.is_file():
         problems.append(f"{PICTURE} is missing")
     elif wanted and file_hash(picture) != wanted:
         problems.append(f"{PICTURE} is not the figure that {NUMBERS} names")
     return problems
+
+
+def pages(readme: Path) -> list[Path]:
+    """The pages with blocks: README, and where it is there the one of the studies."""
+    return [page for page in (readme, readme.parent / STUDIES_PAGE) if page == readme or page.is_file()]
 
 
 def select(metrics: dict, verdict: dict) -> dict:
@@ -140,13 +150,19 @@ def blocks(headline: dict) -> dict[str, str]:
 def block(headline: dict) -> str:
     """The Markdown of the headline itself."""
     gap, agreement = headline["gap"], undecided(headline)
-    kl = factors.measure_context(gap["measures"]["kl"], Basis(headline["confidence"]), bool(agreement)) if gap else None
+    measure = gap and gap["measures"]["kl"]
+    kl = measure and tables.resolution(measure["gap"]) | {
+        "gap": fmt.estimate(measure["gap"]),
+        "rises": measure["gap"]["value"] > 0,
+        "shares": listing([share(one) for one in factors.shares(measure, bool(agreement))]),
+        "level": fmt.percent(headline["confidence"]),
+    }
     return render(
         "headline.md.j2",
         withheld=headline["withheld"],
         across=headline.get("across") and models.across_context(headline["across"]),
         kernels=factors.kernels(headline["identity"], gap),
-        undecided=agreement and settling(agreement),
+        undecided=bool(agreement),
         kl=kl,
         low=f"({factors.corner(gap['low'])})" if gap else None,
         high=f"({factors.corner(gap['high'])})" if gap else None,
@@ -157,6 +173,11 @@ def block(headline: dict) -> str:
         publishable=headline["publishable"],
         figure=PICTURE if headline["figure_hash"] else None,
     )
+
+
+def share(one: dict) -> str:
+    """A factor's part of the gap in words."""
+    return f"`{one['factor']}` {one['share']} ({one['of_gap']}; {tables.reading(one)})"
 
 
 def place_picture(headline: dict, figure: Path | None, place: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""The README's tables beside its headline: what codecs cost, and how long the run takes, from numbers that are kept."""
+"""The tables beside the headline: README's of codecs, and how long the run takes, from numbers that are kept."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvlab.output import format as fmt
 from kvlab_pipeline.gate_page import ways
 from kvlab_pipeline.gate_page.row_summary import BASELINE
 from kvlab_pipeline.pages import parts as tables
-from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.report.certified import checked
-from kvlab_pipeline.report.use import uses
+from kvlab_pipeline.report.use import above_zero, in_all, like, named, rung
+from kvlab_pipeline.studies.ladder.tables import TOLD, length
 
 KEPT_STATE = ("label", "rate", "exact_tokens", "at", "even_with_bfloat16")
 STUDIES = {
@@ -52,6 +52,14 @@ def codecs_of(claims: dict | None, metrics: dict) -> dict | None:
 
 
 SHOWN = (ways.SERVED, ways.INSIDE, ways.FINISHED)
+CHOICE = (
+    ("vLLM, most tokens in the same memory", ways.INSIDE, "klt_pages", 2),
+    ("vLLM, least loss", ways.INSIDE, "klt_pages", 4),
+    ("transformers, few bits", ways.SERVED, "klt", 4),
+    ("transformers, nothing to calibrate", ways.SERVED, "fp8", None),
+    ("a finished cache to store or send", ways.FINISHED, "archive", 2),
+)
+"""README's rows: who wants what, and the row of the gate that answers it."""
 
 
 def way(row: Mapping) -> ways.Way:
@@ -61,9 +69,41 @@ def way(row: Mapping) -> ways.Way:
 
 def codecs_block(found: dict) -> str:
     """The Markdown of the table of codecs."""
-    told = uses(found, found["model"], found["state"])
-    first = next(use["chosen"] for use in told if use["chosen"])
-    return render("readme_codecs.md.j2", uses=told, brief=True, unit=tables.KL_UNIT, first=first, model=found["model"])
+    state = {row["label"]: row for row in found["state"]}
+    rows = {(way(row), row["mechanism_variant"], row["bits"]): row for row in found["rows"]}
+    lines, scored = [], 0
+    for wanted, *key in CHOICE:
+        coded, row = key[0], rows.get(tuple(key))
+        if row is None:
+            continue
+        known = state.get(rung(row))
+        known = known if known and like(row, known) else None
+        scored = row["metrics"]["kl"]["n"]
+        lines.append(
+            [
+                wanted,
+                named(row),
+                fmt.number(row["bits_per_value"]),
+                fmt.number(in_all(row, known, TOLD[0], coded == ways.FINISHED)),
+                fmt.estimate(above_zero(row["metrics"]["kl"])),
+                fmt.estimate(None if coded == ways.FINISHED else row["throughput_ratio"]),  # no model runs with it
+            ]
+        )
+    headers = [
+        "for",
+        "take",
+        "bits per value",
+        f"in all at {length(TOLD[0])}",
+        f"KL, {tables.KL_UNIT}",
+        "speed, of plain",
+    ]
+    tried, certified = (sum(one[name] for one in found["answers"]) for name in ("tried", "certified"))
+    return (
+        fmt.table(headers, lines)
+        + f"\n\nModel `{found['model']}`, {fmt.number(scored)} windows. Of {fmt.number(tried)} settings that were tried"
+        f" {fmt.number(certified) if certified else 'none'} may be claimed as harmless"
+        " ([GATE.md](docs/results/gate/GATE.md) says why).\n"
+    )
 
 
 def seconds_of(benchmarks: Path, model: str) -> dict[str, Any]:

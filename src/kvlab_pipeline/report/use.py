@@ -82,7 +82,6 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
         "whole": whole,
         "row": row or nearest,
         "table": rows_table(group, state, way == ways.FINISHED),
-        "brief": rows_table(group, state, way == ways.FINISHED, brief=True),
         "written": written(plain, group),
         "greedy": fmt.number(GREEDY_TOKENS),
         "chosen": chosen(row or nearest, plain) if row or nearest else None,
@@ -151,20 +150,17 @@ def named(row: dict) -> str:
     return f"{name} at {fmt.number(row['bits'])} bits" if row["bits"] else f"{name}"
 
 
-def rows_table(rows: list[dict], state: Mapping[str, dict], finished: bool, brief: bool = False) -> str | None:
+def rows_table(rows: list[dict], state: Mapping[str, dict], finished: bool) -> str | None:
     """Every row of one way; no seconds, which differ every time.
 
     Beside the bits of coded tokens those of whole caches with the calibration, and from how many tokens on they are
-    fewer than bfloat16's, where the ladder knows the codec at these bits; a `brief` table has the first length alone.
+    fewer than bfloat16's, where the ladder knows the codec at these bits.
     """
-    lengths = TOLD[:1] if brief else TOLD
     known = {row["row_id"]: found for row in rows if (found := state.get(rung(row))) and like(row, found)}
     lines = []
     for row in rows:
         of, metrics = known.get(row["row_id"]), row["metrics"]
-        counted = [fmt.number(in_all(row, of, tokens, finished)) for tokens in lengths]
-        if not brief:
-            counted.append(pays_from(row, of, finished))
+        counted = [*(fmt.number(in_all(row, of, tokens, finished)) for tokens in TOLD), pays_from(row, of, finished)]
         lines.append(
             [
                 named(row),
@@ -176,9 +172,7 @@ def rows_table(rows: list[dict], state: Mapping[str, dict], finished: bool, brie
                 standing(row),
             ]
         )
-    counted = [f"in all at {length(tokens)}" for tokens in lengths]
-    if not brief:
-        counted.append("less than bfloat16 from, tokens")
+    counted = [*(f"in all at {length(tokens)}" for tokens in TOLD), "less than bfloat16 from, tokens"]
     scores = [f"KL, {tables.KL_UNIT}", "same top token, %", "needles found, %"]
     headers = ["codec", "bits per value", *(counted if known else ()), *scores]
     return fmt.table([*headers, "may be claimed"], lines) if lines else None

@@ -19,7 +19,7 @@ from kvlab.cache.pages.rope import Unturned
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.kivi import KiviStream
 from kvlab.codecs.klt import KltStream
-from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ModelError, NonFinite
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, NonFinite
 from kvlab.core.recipe import PAGES_VARIABLE, Recipe
 from refusals import refused
 
@@ -125,7 +125,7 @@ def test_a_head_size_that_vllm_gets_wrong_is_refused(recipe_file, tmp_path):
 def test_a_sliding_window_is_refused(recipe_file, tmp_path):
     recipe_file()
     model = tiny.write_model(tmp_path / "model", use_sliding_window=True, sliding_window=16, max_window_layers=0)
-    with refused(ModelError, "model.sliding-window", model):
+    with refused(CapabilityError, "capability.window", "3 of 3 layers"):
         worker.prepare(config(model))
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.cache.hf.rope import turn_of
+from kvlab.cache.hf.rope import turns_of
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.archive.file import load
@@ -68,10 +68,10 @@ def saved(run, coder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def due(run, archive, model) -> torch.Tensor:
     """What `Archive.decoded` gives of the same cache, K turned: [layers, 2, kv_heads, tokens, head_dim]."""
-    turn, recipe = model.turn(LENGTH), named_recipe("archive", **archiving.QUALITY)
-    cache = BeforeRotary(model.geometry(CHUNK), partial(run.pager.rows, chunks=LENGTH // CHUNK), turn)
+    turns, recipe = model.turns(LENGTH), named_recipe("archive", **archiving.QUALITY)
+    cache = BeforeRotary(model.geometry(CHUNK), partial(run.pager.rows, chunks=LENGTH // CHUNK), turns)
     layers = archive.decoded(load(archive.encode(recipe, cache, OLD)), OLD)
-    return torch.stack([torch.stack([turn.redo(k, 0), v]) for _, k, v in layers])
+    return torch.stack([torch.stack([turns[n].redo(k, 0), v]) for n, k, v in layers])
 
 
 def test_a_snapshot_gives_back_what_the_archive_of_its_context_decodes_to(saved, coder, due, run):
@@ -160,7 +160,7 @@ class TestRefused:
         report = restore(model, NEW, saved, roomy, unproven=True).report
         assert [code for code, _ in report.reasons] == [Code.CALIBRATION]
         with read.open(saved) as snapshot, refused(CalibrationMismatch, "calibration.missing", "kvlab calibrate"):
-            coder_for(snapshot.manifest.identity, None, model.turn(LENGTH))
+            coder_for(snapshot.manifest.identity, None, model.turns(LENGTH))
 
     def test_another_model(self, saved, coder, model, roomy, monkeypatch):
         with read.open(saved) as snapshot:
@@ -184,12 +184,12 @@ class TestRefused:
         recipe = named_recipe("archive", bits=2)
         for changed in ({"layers": (0, 1)}, {"placement": "post_rope"}):
             with refused(CapabilityError, "capability.whole-cache", "'archive'"):
-                recipe_coder(model.geometry(CHUNK), recipe, calibrated, turn=model.turn(8), **changed)
+                recipe_coder(model.geometry(CHUNK), recipe, calibrated, turns=model.turns(8), **changed)
 
     def test_a_calibration_of_another_shape(self, archive, model):
         geometry = replace(model.geometry(CHUNK), layers=4)
         with refused(CalibrationMismatch, "calibration.other-shape", f"({geometry.layers}, "):
-            ArchiveChunks(geometry, named_recipe("archive", bits=2), archive, model.turn(8))
+            ArchiveChunks(geometry, named_recipe("archive", bits=2), archive, model.turns(8))
 
 
 @examples(200)
@@ -249,9 +249,9 @@ def _never(number: int):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_rotary_embedding_of_a_configuration_is_that_of_its_model(model, halved, dtype):
-    own = (model if dtype == torch.float32 else halved).turn(50)
+    own = (model if dtype == torch.float32 else halved).turns(50)[0]
     attention = model.attention
-    found = turn_of(model.model.config, model.info.head_dim, 50, dtype)
+    found = turns_of(model.model.config, model.info.head_dim, 50, dtype)[0]
     assert model.attention == attention  # the configuration is as it was
     assert torch.equal(found.cos, own.cos) and torch.equal(found.sin, own.sin)
 

@@ -72,9 +72,9 @@ class TestRefusals:
         with refused(CapabilityError, "capability.other-model", "LlamaForCausalLM"):
             PagedModel(model.model, replace(info, architecture="LlamaForCausalLM"))
 
-    def test_a_sliding_window(self, info):
+    def test_another_window_than_the_folder_says(self, info):
         config = MistralConfig(**tiny.SHAPE, sliding_window=32)
-        with refused(CapabilityError, "capability.layer-kinds", "sliding_attention"):
+        with refused(CapabilityError, "capability.other-window", "32", "all"):
             PagedModel(MistralForCausalLM(config).eval(), replace(info, architecture="MistralForCausalLM"))
 
     def test_a_rotary_embedding_that_changes_with_the_length(self, tmp_path):

@@ -268,7 +268,7 @@ class TestCoded:
 
     @pytest.mark.parametrize("placement", ["pre_rope", "post_rope"])
     def test_with_a_codec_that_reads_no_calibration(self, model, roomy, tmp_path, recipe, placement):
-        coder = CodedChunks(model.geometry(8), recipe, placement=placement, turn=model.turn(64))
+        coder = CodedChunks(model.geometry(8), recipe, placement=placement, turns=model.turns(64))
         run = run_after(OLD, model, roomy)
         path = run.save(tmp_path / "coded", coder=coder).path
         refused = restore(model, NEW, path, roomy).report
@@ -293,13 +293,13 @@ class TestCoded:
 
     def test_where_k_cannot_be_turned_back_the_raw_one_is_used(self, model, roomy, tmp_path, recipe, monkeypatch, cold):
         run = run_after(OLD, model, roomy)
-        coder = CodedChunks(model.geometry(8), recipe, placement="pre_rope", turn=model.turn(64))
+        coder = CodedChunks(model.geometry(8), recipe, placement="pre_rope", turns=model.turns(64))
         run.save(tmp_path / "coded", coder=coder)
 
         def refuse(*_):
             raise CapabilityError("the model has 2 rotary modules")
 
-        monkeypatch.setattr(PagedModel, "turn", refuse)
+        monkeypatch.setattr(PagedModel, "turns", refuse)
         found = restore(model, NEW, tmp_path, roomy, unproven=True)
         assert [code for code, _ in found.report.reasons] == [Code.CODEC] and torch.equal(found.logits, cold)
         assert "2 rotary modules" in found.report.reasons[0].message
@@ -311,7 +311,7 @@ class TestCoded:
     def test_with_one_that_reads_a_calibration(self, model, roomy, tmp_path, info, tiny_fitted):
         fitted = load_calibration(tiny_fitted, info.model_hash)
         recipe = Recipe(k=KltStream(bits=6, block_size=64), v=KltStream(bits=6, block_size=64))
-        coder = CodedChunks(model.geometry(8), recipe, fitted, turn=model.turn(96))
+        coder = CodedChunks(model.geometry(8), recipe, fitted, turns=model.turns(96))
         path = run_after(OLD, model, roomy).save(tmp_path / "coded", coder=coder).path
         refused = restore(model, NEW, path, roomy, unproven=True).report
         assert [code for code, _ in refused.reasons] == [Code.CALIBRATION]

@@ -63,7 +63,7 @@ def turn(tokens: int = LENGTH) -> RopeTurn:
 
 
 def coder(name: str, condition: str = "plain", bits: int = 4, **changes) -> CodedChunks:
-    settings = {"calibration": calibrated(), "placement": "pre_rope", "turn": turn()}
+    settings = {"calibration": calibrated(), "placement": "pre_rope", "turns": [turn()] * GEOMETRY.layers}
     return CodedChunks(GEOMETRY, recipe(name, condition, bits), **settings | changes)
 
 

@@ -58,7 +58,7 @@ def test_chunks_come_back_as_the_codec_decodes_them(tmp_path, name, condition):
     saved = written(tmp_path / "s", coder, evidence=EVIDENCE)
     with read.open(tmp_path / "s") as snapshot:
         assert snapshot.check(making.identity(GEOMETRY, codec=coder.codec), making.tokens(LENGTH)) == []
-        again = coder_for(snapshot.manifest.identity, coding.calibrated(), turn)
+        again = coder_for(snapshot.manifest.identity, coding.calibrated(), [turn] * GEOMETRY.layers)
         found = snapshot.load(coder=again)
     assert saved.payload_bytes < CHUNKS * GEOMETRY.chunk_bytes or name in ("identity", "block")
     codecs = {
@@ -174,7 +174,7 @@ def test_what_a_payload_needs_is_asked_for(tmp_path):
     with read.open(tmp_path / "s") as snapshot:
         identity = snapshot.manifest.identity
     with refused(UserError, "user.other-calibration", "c" * 16, "d" * 16):
-        coder_for(identity, coding.calibrated("d" * 16), coding.turn())
+        coder_for(identity, coding.calibrated("d" * 16), [coding.turn()] * GEOMETRY.layers)
     with refused(ParamsError, "params.no-turn"):
         coder_for(identity, coding.calibrated())
 
@@ -280,7 +280,11 @@ def test_frames_of_another_layer_stream_shape_or_number():
     coder = coding.coder("int")
     own = frames(coder.encode(payload(0), 0))
     short = Geometry(layers=2, kv_heads=2, head_dim=16, dtype="float32", chunk_tokens=8)
-    other = frames(CodedChunks(short, coder.codec.recipe, turn=coding.turn()).encode(payload(0)[..., :8, :].clone(), 0))
+    other = frames(
+        CodedChunks(short, coder.codec.recipe, turns=[coding.turn()] * GEOMETRY.layers).encode(
+            payload(0)[..., :8, :].clone(), 0
+        )
+    )
     for bad in (
         own[::-1],
         [own[1], own[0], *own[2:]],

@@ -86,7 +86,7 @@ def model(info) -> PagedModel:
 @pytest.fixture(scope="module")
 def coder(archive_file, info, model) -> ArchiveChunks:
     archive = load_calibration(archive_file, info).archive
-    return ArchiveChunks(model.geometry(CHUNK), named_recipe("archive", bits=BITS), archive, model.turn(1024))
+    return ArchiveChunks(model.geometry(CHUNK), named_recipe("archive", bits=BITS), archive, model.turns(1024))
 
 
 def warm(model, coder, prompt, path):

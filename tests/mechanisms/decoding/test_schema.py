@@ -60,7 +60,7 @@ SCHEMAS = {"person": PERSON, "tree": TREE, "mixed": MIXED, "numbers": NUMBERS, "
            "any": True}  # fmt: skip
 BYTES = tokens([*(bytes([byte]) for byte in range(255)), None], [255])
 END = 255
-LOOSE = {0xE0, 0xED, 0xF0}  # after these xgrammar also allows bytes that are no UTF-8 (docs/decoding.md)
+LOOSE = {0xE0, 0xED, 0xF0}  # after these xgrammar also allows bytes that are no UTF-8 (docs/mechanisms.md)
 
 
 def allowed(steps: Steps) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 
@@ -115,7 +116,7 @@ def test_the_headline_marks_it_and_its_numbers_say_so(tmp_path):
     page.write_text(f"{readme.BEGIN}\n{readme.END}\n")
     readme.update(page, metrics, verdict(metrics))
     text = page.read_text()
-    assert "| `engine` | " in text and HELD in text and f"About {NEEDED} windows" in text
+    assert re.search(rf"`engine` [^;]+; {HELD}", text) and "the share of `engine` is no finding" in text
     assert readme.check(page) == []
 
 

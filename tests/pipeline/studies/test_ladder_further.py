@@ -72,7 +72,7 @@ def test_the_whole_calibration_scores_what_its_cell_would(params, measured, hf_e
     info = resolve(params.model)
     windows, calibrated = corpus.load(tiny_windows, info.model_hash), calibration.load(tiny_fitted, info.model_hash)
     subjects = [NamedCodec(*cheapest(params, "klt"), calibrated)]
-    (due,) = score(hf_engine, windows.test[:1], windows.context, subjects, "snapshot", None)
+    (due,) = score(hf_engine, windows.test[:1], windows.context, subjects)
     whole = params.windows.calib * params.windows.context
     (found,) = [one for one in measured.scores if (one.calibration_tokens, one.window, one.context) == (whole, 0, 64)]
     assert found.kl_sum == pytest.approx(due.tokens["kl"].sum(), rel=1e-5)

@@ -27,8 +27,10 @@ def test_captured_windows_are_split_and_weighed_by_their_own_queries(tiny_params
     assert first.calib.shape == first.scored.shape == (3, 2, 64, 32) and first.scored.dtype == torch.bfloat16
     assert torch.equal(first.scored, capture.layer(0, "k")[3:].bfloat16())
     sigma, scored = (capture.queries(0).second_moment("pre_rope", half) for half in (0, 1))
-    assert torch.equal(first.sigma, sigma) and torch.equal(first.calib_weight, metrics.k(sigma))
-    assert torch.equal(first.weight, metrics.k(scored)) and not torch.equal(first.weight, first.calib_weight)
+    assert torch.equal(first.sigma, sigma) and torch.equal(first.calib_weight, metrics.k(first.layer, sigma))
+    assert torch.equal(first.weight, metrics.k(first.layer, scored)) and not torch.equal(
+        first.weight, first.calib_weight
+    )
     assert torch.equal(first_of(source, "v").weight, metrics.v(0))
 
 

@@ -125,7 +125,7 @@ class Stored:
         if self.own is not None:
             out[..., self.length :] = q @ self.own.float().mT
         for index, row in enumerate(self.rows):
-            out[index, :, :, : row.pads] = 0
+            out[index, :, :, : row.start] = 0
             for column, k in row.exact:
                 out[index, :, :, column : column + k.shape[1]] = q[index] @ k.float().mT
         return out
@@ -136,7 +136,7 @@ class Stored:
         if self.own is not None:
             out += weights[..., self.length :] @ self.own.float()
         for index, row in enumerate(self.rows):
-            weights[index, :, :, : row.pads] = 0
+            weights[index, :, :, : row.start] = 0
             for column, v in row.exact:
                 own = weights[index, :, :, column : column + v.shape[1]]
                 out[index] += own @ v.float()

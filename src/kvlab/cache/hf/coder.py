@@ -100,7 +100,7 @@ class StreamCoder:
 
     def _taken(self, row: TokenRow, x: Tensor) -> tuple[TokenRow, Tensor]:
         """The row with its new exact ends, and the tokens that are coded now."""
-        missing = min(self.kept.sink - row.first, x.shape[1])
+        missing = min(self.kept.sink - row.first - row.gone, x.shape[1])
         if missing > 0:
             parts = [x[:, :missing]] if row.head is None else [row.head, x[:, :missing]]
             row, x = replace(row, head=torch.cat(parts, dim=1)), x[:, missing:]
@@ -114,7 +114,7 @@ class StreamCoder:
 
     def _strewn(self, rows: list[TokenRow], due: list[Tensor], turns: list[Turn]) -> tuple[list[TokenRow], list[Piece]]:
         """Encode a few tokens of each row, all at once."""
-        firsts = [row.pads + row.first + row.coded for row in rows]
+        firsts = [row.start + row.first + row.coded for row in rows]
         lengths = [x.shape[1] for x in due]
         turn = turns[0].along(list(zip(turns, firsts, lengths, strict=True)))
         coded = self.token_rows.encode(turn.undo(torch.cat(due, dim=1), 0))
@@ -163,7 +163,7 @@ class StreamCoder:
 
     def _stored(self, index: int, row: TokenRow, x: Tensor, turn: Turn) -> tuple[TokenRow, Piece]:
         """Encode `x`, for the only time, and put it after the row's blocks."""
-        first = row.pads + row.first + row.coded
+        first = row.start + row.first + row.coded
         encoded = compact(self.codec.encode(turn.undo(x, first), self.site))
         self.fires += 1
         blocks = row.blocks
@@ -176,7 +176,7 @@ class StreamCoder:
 
     def pieces(self, row: TokenRow) -> Iterator[Piece]:
         """What of a row is coded, in its order; each is named as of row 0."""
-        column = row.pads + row.first
+        column = row.start + row.first
         for block in row.blocks:
             yield Piece([(0, column)], block.tokens, lambda own=block: self.codec.decode(own.encoded)[:, : own.tokens])
             column += block.tokens
@@ -206,9 +206,10 @@ class StreamCoder:
         if length >= row.length:
             return row
         pads, coded = min(row.pads, length), row.coded
-        first = min(row.first, length - pads)
-        waiting = max(0, length - row.pads - row.first - coded)
-        blocks, left = [], length - pads - first - waiting
+        start = pads + row.gone
+        first = min(row.first, length - start)
+        waiting = max(0, length - row.start - row.first - coded)
+        blocks, left = [], length - start - first - waiting
         for block in row.blocks:
             if left <= 0:
                 break
@@ -216,7 +217,16 @@ class StreamCoder:
             left -= block.tokens
         loose = row.loose[:left].clone() if left > 0 and row.loose is not None else None
         head, tail = row.head[:, :first].clone() if first else None, row.tail[:, :waiting].clone() if waiting else None
-        return TokenRow(pads, tuple(blocks), tail, head, loose)
+        return TokenRow(pads, tuple(blocks), tail, head, loose, row.gone)
+
+    def without(self, row: TokenRow, column: int) -> TokenRow:
+        """The row without what ends before a column: its exact head, then whole blocks."""
+        head, blocks, gone = row.head, list(row.blocks), row.gone
+        if head is not None and row.start + row.first <= column:
+            head, gone = None, gone + row.first
+        while head is None and blocks and row.pads + gone + blocks[0].tokens <= column:
+            gone += blocks.pop(0).tokens
+        return row if gone == row.gone else replace(row, head=head, blocks=tuple(blocks), gone=gone)
 
     def _cut(self, block: Block, tokens: int) -> Block:
         whole = block.tokens == block.encoded.shape[1]

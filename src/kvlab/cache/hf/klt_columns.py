@@ -17,13 +17,13 @@ from kvlab.cache.hf.coder import StreamCoder
 from kvlab.cache.hf.rope import RopeTurn
 from kvlab.cache.hf.rows import TokenRow, Turn
 from kvlab.codecs.klt import columns_numba
-from kvlab.codecs.klt.grouping import parted
 from kvlab.codecs.klt.halves import scratch
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.reading import refuse
 from kvlab.codecs.klt.reading_numba import TileTables, further
 from kvlab.codecs.klt.tiles_numba import Beside, add_beside
+from kvlab.codecs.shared.grouping import parted
 
 
 class KltColumns(TileTables):
@@ -91,7 +91,7 @@ class KltColumns(TileTables):
 
 def gathered(row: TokenRow) -> tuple[np.ndarray, np.ndarray]:
     """All coded bytes of a row, and where which lie: `data` and `pieces` of `columns_numba.components`."""
-    parts, pieces, at, column = [], [], 0, row.pads + row.first
+    parts, pieces, at, column = [], [], 0, row.start + row.first
     for block in row.blocks:
         (array,) = arrays_of(block.encoded)
         pieces.append((at, column, block.tokens, block.encoded.shape[1]))

@@ -31,9 +31,10 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvlab.cache.hf.attention import FEW, passes_here, register_attention
 from kvlab.cache.hf.codec_tables import Calibration, LayerShape, tables_of
 from kvlab.cache.hf.layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
-from kvlab.cache.hf.rope import Watch, find_rotary, refuse_lossy, turns
+from kvlab.cache.hf.rope import Watch, find_rotary, refuse_lossy, turns, turns_by_layer
 from kvlab.cache.hf.rows import Straight, TokenRow
 from kvlab.codecs.shared.apart import apart
+from kvlab.core.decoder import FULL, SLIDING
 from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.recipe import Placement, Recipe
 from kvlab.core.settings import IdentityStream
@@ -67,8 +68,8 @@ class KVCache(Cache):
     Raises
     ------
     CapabilityError
-        The model has other than full attention layers or a rotary embedding that cannot be turned back, or
-        the codec cannot follow a growing cache.
+        The model has layers of another kind than full and sliding attention, or a rotary embedding that cannot be
+        turned back, or the codec cannot follow a growing cache.
     CalibrationMismatch
         The calibration is missing or belongs to another model.
     UnknownName
@@ -90,7 +91,7 @@ class KVCache(Cache):
         for kind, name, allowed in (("semantics", semantics, Semantics), ("placement", placement, Placement)):
             if name not in get_args(allowed):
                 raise UnknownName(f"cache {kind}", name, get_args(allowed))
-        self.shape = shape_of(model)
+        self.shape, windows = shape_of(model), windows_of(model)
         placement = "post_rope" if recipe.rotary == "after" else placement
         self.recipe, self.semantics, self.placement, self.window_bytes = recipe, semantics, placement, window_bytes
         self._model, self._on_cpu = model, model.device.type == "cpu"
@@ -99,16 +100,16 @@ class KVCache(Cache):
         self._tables = tables = tables_of(recipe, calibration, self.shape, self._on_cpu, compiled)
         where = frozenset("k" if turned else "")
         each = None if window_bytes is None else window_bytes // self.shape.layers
-        layers = ((tables.coders(layer), own) for layer, own in enumerate(tables.readers))
-        super().__init__(layers=[CodecLayer(pair, where, semantics, own, each) for pair, own in layers])
+        layers = ((tables.coders(layer), own, windows[layer]) for layer, own in enumerate(tables.readers))
+        super().__init__(layers=[CodecLayer(pair, where, semantics, own, each, window) for pair, own, window in layers])
         register_attention()
         self._forget()
-        self._watch = Watch(model, self._rotary, self)
+        self._watch = Watch(model, self._rotary and self._rotary.module, self)
 
     def _forget(self) -> None:
         """Nothing stored, no forward seen."""
         self.positions: list[Tensor] = []  # by row, without its padding; rows that share a past share it here too
-        self._call: Call | None = None
+        self._calls: list[Call] | None = None  # by layer; layers that turn K alike share one
         self._busy = threading.Lock()  # from a forward's first layer to its last
         self._turned_by: list[Tensor] = []  # the rotary module's frequencies when the last tokens came
         self._proven = self._rotary is None
@@ -133,15 +134,15 @@ class KVCache(Cache):
         refuse_other_kind(key_states, self.layers[layer_idx], self._on_cpu)
         if layer_idx == 0:
             self._begin(key_states)
-        if self._call is None:
+        if self._calls is None:
             raise CapabilityError(
                 f"layer {layer_idx} gave K and V to the cache without layer 0 before it; a cache is filled by forwards "
                 "that go through all layers of its model, each of them once",
                 code="capability.layer-order",
             )
-        seen = self.layers[layer_idx].update(key_states, value_states, self._call)
+        seen = self.layers[layer_idx].update(key_states, value_states, self._calls[layer_idx])
         if layer_idx == len(self.layers) - 1:
-            self._call = None  # and with it the table of cos and sin
+            self._calls = None  # and with it the table of cos and sin
             self._busy.release()
         return seen
 
@@ -155,13 +156,13 @@ class KVCache(Cache):
                 code="capability.half-forward",
             )
         try:
-            self._call = self._began(k)
+            self._calls = self._began(k)
         except BaseException:
             self._busy.release()
             raise
 
-    def _began(self, k: Tensor) -> Call:
-        """Padding and turns of the forward whose first K arrives."""
+    def _began(self, k: Tensor) -> list[Call]:
+        """Padding and turns of the forward whose first K arrives, by layer."""
         batch, _, tokens, _ = k.shape
         rows, seen, length = self.layers[0].rows["k"], self._watch.taken(), self.get_seq_length()
         if seen.held != length:
@@ -176,18 +177,18 @@ class KVCache(Cache):
         pads = new_pads(shown(seen.mask), rows, tokens) if asked else [0] * batch
         whole = tokens > FEW or not length or not passes_here(self._model)
         if self._rotary is None:
-            return Call(pads, [Straight()] * batch, whole)
+            return [Call(pads, [Straight()] * batch, whole)] * len(self.layers)
         new = positions(seen.positions, batch, tokens)
-        before, self._turned_by = self._turned_by, list(self._rotary.buffers())
+        before, self._turned_by = self._turned_by, list(self._rotary.module.buffers())
         if length:
             refuse_other_frequencies(before, self._turned_by)
         old = self.positions or [new[0, :0]] * batch
         self.positions = [torch.cat([old[i], new[i, pads[i] :]]) for i in range(batch)]
-        call = Call(pads, turns(self._rotary, self._aligned(length + tokens), k), whole)
+        made = turns_by_layer(self._rotary, self._aligned(length + tokens), k)
         if not self._proven:
-            refuse_lossy(call.turns[0], k[0])
+            refuse_lossy(made[0][0], k[0])
             self._proven = True
-        return call
+        return [Call(pads, own, whole) for own in made]
 
     def _aligned(self, length: int) -> Tensor:
         """Positions of all tokens [rows, length], padding at zero."""
@@ -242,12 +243,15 @@ class KVCache(Cache):
 
     @apart
     def decoded(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer as a later call will see them [batch, heads, tokens, head_dim]."""
+        """K and V of a layer as a later call will see them [batch, heads, tokens, head_dim]; zero where they are gone.
+
+        That is what a layer's window has left.
+        """
         held = self.layers[layer]
         like = torch.empty(1, self.shape.heads, 0, self.shape.head_dim, dtype=held.dtype, device=held.device)
         turn = [Straight()] * held.batch_size
         if self._rotary is not None:
-            turn = turns(self._rotary, self._aligned(held.get_seq_length()), like)
+            turn = turns(self._rotary, layer, self._aligned(held.get_seq_length()), like)
         call = Call([0] * held.batch_size, turn)
         return held.decoded("k", like, call), held.decoded("v", like, call)
 
@@ -319,7 +323,7 @@ class KVCache(Cache):
     @apart
     def __deepcopy__(self, memo: dict) -> KVCache:
         """A cache that goes its own way from here; the blocks, which never change, are shared."""
-        if self._call is not None:
+        if self._calls is not None:
             raise CapabilityError(
                 "a forward with this cache ended before its last layer, or still runs in another thread; a copy would "
                 "hold half of it; call reset() and give the text again",
@@ -328,7 +332,7 @@ class KVCache(Cache):
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         twin.layers = [layer.fork() for layer in self.layers]
-        twin._busy, twin._watch = threading.Lock(), Watch(self._model, self._rotary, twin)
+        twin._busy, twin._watch = threading.Lock(), Watch(self._model, self._rotary and self._rotary.module, twin)
         return twin
 
     def __copy__(self) -> KVCache:
@@ -345,7 +349,7 @@ class KVCache(Cache):
 
 
 def shape_of(model: nn.Module) -> LayerShape:
-    """The shape of a model's cache; `CapabilityError` for one that is not all full attention over text."""
+    """The shape of a model's cache; `CapabilityError` for one that is not all attention over text."""
     config = getattr(model, "config", None)
     if config is None or config.is_encoder_decoder or config.get_text_config() is not config:
         raise CapabilityError(
@@ -353,10 +357,10 @@ def shape_of(model: nn.Module) -> LayerShape:
             code="capability.architecture",
         )
     kinds, _ = get_layer_types_and_kwargs(config)
-    if len(kinds) != config.num_hidden_layers or set(kinds) != {"full_attention"}:
+    if len(kinds) != config.num_hidden_layers or not set(kinds) <= {FULL, SLIDING}:
         raise CapabilityError(
             f"{type(model).__name__} has {len(kinds)} cache layers of the kinds {', '.join(sorted(set(kinds)))} for "
-            f"{config.num_hidden_layers} layers; only full_attention in every layer is supported",
+            f"{config.num_hidden_layers} layers; each must be one of {FULL} and {SLIDING}",
             code="capability.layer-kinds",
         )
     heads = config.num_attention_heads
@@ -365,6 +369,12 @@ def shape_of(model: nn.Module) -> LayerShape:
         heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
+
+
+def windows_of(model: nn.Module) -> list[int | None]:
+    """By layer of a model that has a shape, the last tokens that a token sees, itself among them; None for all."""
+    kinds, _ = get_layer_types_and_kwargs(model.config)
+    return [model.config.sliding_window if kind == SLIDING else None for kind in kinds]
 
 
 # What a cache is given by a model's forward, held against what it was made for and what it holds.

@@ -94,6 +94,9 @@ class CodecLayer(CacheLayerMixin):
         What reads the coded tokens of each stream.
     layer_bytes : int or None
         What may be held decoded beside what is stored; None for all of it.
+    window : int or None
+        Last tokens that a token sees, itself among them; None for all. What no later token sees is let go, a block at a
+        time. Its column stays: the model's mask hides it.
     """
 
     is_sliding = False
@@ -106,8 +109,10 @@ class CodecLayer(CacheLayerMixin):
         semantics: str,
         readers: dict[str, Reader],
         layer_bytes: int | None,
+        window: int | None = None,
     ):
         super().__init__()
+        self.window = window
         self.coders, self.turned, self.semantics, self.layer_bytes = coders, turned, semantics, layer_bytes
         self.readers = readers
         self.reset()
@@ -143,6 +148,7 @@ class CodecLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._grant(key_states)
         found = [self._updated(stream, x, call) for stream, x in (("k", key_states), ("v", value_states))]
+        self._let_go()
         return tuple(seen.whole() for seen in found) if call.whole else tuple(found)
 
     def _grant(self, x: Tensor) -> None:
@@ -172,6 +178,13 @@ class CodecLayer(CacheLayerMixin):
         for piece in news:
             window.put(piece, turns)
 
+    def _let_go(self) -> None:
+        if self.window is None:
+            return
+        seen = self.get_seq_length() + 1 - self.window  # the first column that the next token sees
+        for stream, rows in self.rows.items():
+            self.rows[stream] = [self.coders[stream].without(row, seen) for row in rows]
+
     def _with(self, stream: str, pads: list[int]) -> zip[tuple[TokenRow, int]]:
         return zip(self.rows[stream], pads, strict=True)
 
@@ -200,7 +213,8 @@ class CodecLayer(CacheLayerMixin):
     @property
     def is_croppable(self) -> bool:
         """Whether a crop leaves no trace: codes that can be cut where a token ends, and no last tokens kept exactly."""
-        return all(coder.joiner is not None and not coder.kept.recent for coder in self.coders.values())
+        cuts = all(coder.joiner is not None and not coder.kept.recent for coder in self.coders.values())
+        return cuts and self.window is None
 
     @property
     def batch_size(self) -> int:
@@ -220,8 +234,21 @@ class CodecLayer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens (a negative number), or all but the first ones (a positive number)."""
+        """Remove the last tokens (a negative number), or all but the first ones (a positive number).
+
+        Raises
+        ------
+        CapabilityError
+            The token after them would see some that the window had left, and that were let go.
+        """
         length = kept(self.get_seq_length(), tokens_to_remove)
+        let_go = max((row.start for rows in self.rows.values() for row in rows if row.gone), default=0)
+        if self.window is not None and length + 1 - self.window < let_go:
+            raise CapabilityError(
+                f"the cache cannot go back to {length} tokens: a layer with a window of {self.window} has let go of its"
+                f" first {let_go}; reset() it, or keep a copy.deepcopy of it to go back to",
+                code="capability.left-the-window",
+            )
         for stream in STREAMS:
             self.rows[stream] = [self.coders[stream].cropped(row, length) for row in self.rows[stream]]
             self.windows[stream].crop(length)

@@ -7,9 +7,7 @@ the model's own rotary module by a hook, which holds for left padding and for an
 
 from __future__ import annotations
 
-import copy
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,11 +17,12 @@ from functools import cached_property
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from kvlab.codecs.shared.apart import apart
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
+from kvlab.engines.hf.rotary import Rotary
 
 PROBED_POSITIONS = (0, 1, 7, 100)
 TOLERANCE = 1e-4
@@ -85,19 +84,27 @@ class RopeTurn:
         return RopeTurn(torch.cat(cos), torch.cat(sin))
 
 
-def turns(rotary: nn.Module, positions: Tensor, like: Tensor) -> list[RopeTurn]:
-    """Rotation of each row of `positions` [rows, tokens], with the model's own cos and sin in `like`'s dtype.
+def turns(rotary: Rotary, layer: int, positions: Tensor, like: Tensor) -> list[RopeTurn]:
+    """Rotation of each row of `positions` [rows, tokens] in a layer, with the model's own cos and sin.
 
-    Rows of the same positions have one in common.
+    They are of `like`'s dtype. Rows of the same positions have one in common.
     """
     if len(positions) > 1 and (positions == positions[0]).all():
-        return turns(rotary, positions[:1], like) * len(positions)
-    cos, sin = rotary(like.new_empty(0), positions.long())
+        return turns(rotary, layer, positions[:1], like) * len(positions)
+    cos, sin = rotary(layer, positions.long(), like)
     return [RopeTurn(*pair) for pair in zip(cos.float(), sin.float(), strict=True)]
 
 
-def turn_of(config: PreTrainedConfig, head_dim: int, tokens: int, dtype: torch.dtype) -> RopeTurn:
-    """The rotary embedding of positions 0 to `tokens` of a model of this configuration, none of whose weights is read.
+def turns_by_layer(rotary: Rotary, positions: Tensor, like: Tensor) -> list[list[RopeTurn]]:
+    """`turns` of every layer; layers alike have them in common."""
+    made = {rotary.kinds[layer]: turns(rotary, layer, positions, like) for layer in rotary.distinct()}
+    return [made[kind] for kind in rotary.kinds]
+
+
+def turns_of(config: PreTrainedConfig, head_dim: int, tokens: int, dtype: torch.dtype) -> list[RopeTurn]:
+    """The rotary embedding of positions 0 to `tokens`, by layer, of a model of this configuration.
+
+    None of its weights is read.
 
     Parameters
     ----------
@@ -109,67 +116,65 @@ def turn_of(config: PreTrainedConfig, head_dim: int, tokens: int, dtype: torch.d
     CapabilityError
         See `find_rotary`.
     """
-    own = copy.deepcopy(config)  # transformers writes the attention into what it is given
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(own, attn_implementation="eager", trust_remote_code=False)
-    named = dict(skeleton.named_modules())
-    for name in [name for name in named if name.rpartition(".")[2] == "rotary_emb"]:
-        parent = named[name.rpartition(".")[0]]
-        parent.rotary_emb = type(named[name])(config=skeleton.config)  # anew: the skeleton's holds no numbers
-    rotary = find_rotary(skeleton, head_dim)
-    return turns(rotary, torch.arange(tokens)[None], torch.empty(0, dtype=dtype))[0]
+    rotary = Rotary.of_config(config)
+    refuse_unturnable(rotary, head_dim)
+    found = turns_by_layer(rotary, torch.arange(tokens)[None], torch.empty(0, dtype=dtype))
+    return [rows[0] for rows in found]
 
 
-@apart
-def find_rotary(model: nn.Module, head_dim: int) -> nn.Module:
-    """The model's one rotary module, after its convention has been found to be the one of `rotate`.
+def find_rotary(model: nn.Module, head_dim: int) -> Rotary:
+    """The model's rotary embedding, after its convention has been found to be the one of `rotate`.
 
     Raises
     ------
     CapabilityError
-        There is none or more than one, it turns a part of the head only, in another convention, or by
-        frequencies that change while the cache grows, or has no numbers yet.
+        There is no rotary module or more than one, or in a layer it turns a part of the head only, in another
+        convention, or by frequencies that change while the cache grows, or has no numbers yet.
     """
-    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
-    if len(found) != 1:
-        raise CapabilityError(
-            f"the model has {len(found)} rotary modules, K can be turned back for one; {REMEDY}",
-            code="capability.rotary-modules",
-        )
-    rotary = found[0]
-    kind = getattr(rotary, "rope_type", "default")
+    rotary = Rotary.of(model)
+    refuse_unturnable(rotary, head_dim)
+    return rotary
+
+
+@apart
+def refuse_unturnable(rotary: Rotary, head_dim: int) -> None:
+    """See `find_rotary`."""
+    for layer in rotary.distinct():
+        _refuse_unturnable(rotary, layer, head_dim)
+
+
+def _refuse_unturnable(rotary: Rotary, layer: int, head_dim: int) -> None:
+    """The same of one layer, which stands for all of its kind."""
+    kind, name = rotary.rope_type(layer), type(rotary.module).__name__
     if kind in CHANGING:
         raise CapabilityError(
             f"rope type {kind!r} changes its frequencies while the cache grows; {REMEDY}", code="capability.moving-rope"
         )
     x = torch.randn(1, 1, len(PROBED_POSITIONS), head_dim, generator=generator("rotary probe"), dtype=torch.float32)
-    x = x.to(next(rotary.buffers(), x).device)
+    x = x.to(next(rotary.module.buffers(), x).device)
     if x.is_meta:
         raise CapabilityError(
             "the model is on the meta device, where it has no numbers; load its weights first",
             code="capability.meta-device",
         )
     try:
-        cos, sin = rotary(x, torch.tensor([PROBED_POSITIONS], device=x.device))
+        cos, sin = rotary(layer, torch.tensor([PROBED_POSITIONS], device=x.device), x)
         if cos.shape[-1] != head_dim:
             raise CapabilityError(
-                f"{type(rotary).__name__} turns {cos.shape[-1]} of {head_dim} dimensions; {REMEDY}",
-                code="capability.partial-rope",
+                f"{name} turns {cos.shape[-1]} of {head_dim} dimensions; {REMEDY}", code="capability.partial-rope"
             )
-        theirs = sys.modules[type(rotary).__module__].apply_rotary_pos_emb(x, x, cos, sin)[1]
+        theirs = rotary.apply(x, cos, sin)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CapabilityError(
-            f"{type(rotary).__name__} cannot be asked for its rotation ({type(error).__name__}: {error}); {REMEDY}",
+            f"{name} cannot be asked for its rotation ({type(error).__name__}: {error}); {REMEDY}",
             code="capability.unknown-rope",
         ) from None
     ours = rotate(x[0], cos[0], sin[0])
     if not torch.allclose(ours, theirs[0].float(), atol=TOLERANCE):
         raise CapabilityError(
-            f"{type(rotary).__name__} turns K in another convention than by halves; {REMEDY}",
-            code="capability.rope-convention",
+            f"{name} turns K in another convention than by halves; {REMEDY}", code="capability.rope-convention"
         )
     refuse_lossy(RopeTurn(cos[0], sin[0]), ours)
-    return rotary
 
 
 def refuse_lossy(turn: RopeTurn, k: Tensor) -> None:

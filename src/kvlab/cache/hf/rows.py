@@ -50,7 +50,8 @@ class Block:
 class TokenRow:
     """One sequence: padding that is not stored, coded blocks, then the exact tail [heads, tokens, head_dim].
 
-    `head` are the first tokens, where they are kept as they are; `loose` are coded tokens after the blocks, as rows
+    `gone` are first tokens that are no longer stored, as a layer's window has left them; their columns stay. `head` are
+    the first tokens, where they are kept as they are; `loose` are coded tokens after the blocks, as rows
     uint8 [tokens, bytes].
     """
 
@@ -59,6 +60,12 @@ class TokenRow:
     tail: Tensor | None = None
     head: Tensor | None = None
     loose: Tensor | None = None
+    gone: int = 0
+
+    @property
+    def start(self) -> int:
+        """Column of the first token that is stored."""
+        return self.pads + self.gone
 
     @property
     def coded(self) -> int:
@@ -82,18 +89,18 @@ class TokenRow:
 
     @property
     def held(self) -> int:
-        """All tokens but padding."""
+        """All tokens that are stored."""
         return self.first + self.coded + self.waiting
 
     @property
     def length(self) -> int:
-        """All tokens, padding included."""
-        return self.pads + self.held
+        """All tokens, padding included, and those that are gone."""
+        return self.start + self.held
 
     @property
     def exact(self) -> list[tuple[int, Tensor]]:
         """What is stored as it came, head and tail, with their first tokens' columns."""
-        ends = [(self.pads, self.head), (self.length - self.waiting, self.tail)]
+        ends = [(self.start, self.head), (self.length - self.waiting, self.tail)]
         return [(column, end) for column, end in ends if end is not None]
 
 

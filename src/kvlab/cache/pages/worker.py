@@ -23,6 +23,7 @@ from kvlab.codecs.base import Site
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import PAGES_VARIABLE
 from kvlab.core.records import CANARY_MIN, TWO_PASSES
+from kvlab.engines.capability import check_pages
 from kvlab.engines.hooks import attention_layers
 from kvlab.stats.divergences import token_record
 
@@ -84,6 +85,7 @@ def prepare(config: VllmConfig) -> ReadyRecipe:
             " coded pages are those of all; leave `layers` out",
             code="capability.some-layers",
         )
+    check_pages(info)
     for stream in STREAMS:
         rows_of(found.codecs[stream], Site(0, 0, stream), info.n_kv_heads, info.head_dim)
     return found

@@ -17,9 +17,8 @@ from kvlab.codecs.archive.layer import StreamModel
 from kvlab.codecs.archive.model import SPECTRA, STREAMS, ArchiveModel, sources_of
 from kvlab.codecs.archive.moments import Across
 from kvlab.codecs.archive.steps import OCTAVE, exponents
-from kvlab.codecs.klt.components import factor
-from kvlab.codecs.klt.covariance import principal
-from kvlab.codecs.klt.grouping import diagonal_blocks, heads_together
+from kvlab.codecs.shared.covariance import principal
+from kvlab.codecs.shared.grouping import diagonal_blocks, factor, heads_together
 
 REFERENCE = 12 * OCTAVE  # the quality that prediction and components are fitted at
 RIDGE = 1e-4  # of each predictor's own variance

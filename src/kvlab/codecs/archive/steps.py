@@ -34,10 +34,11 @@ def trusted(expected: Tensor) -> Tensor:
     Parameters
     ----------
     expected : Tensor
-        Squared attention that each token may expect, mean over queries [..., tokens].
+        Squared attention that each token may expect, mean over queries [..., tokens]; NaN of one that none will see,
+        as it has left a layer's window: it takes the coarsest step, and the others' do not go by it.
     """
     level = torch.log2(expected.double().clamp(min=2.0**-40))
-    return (TRUST * (level - level.mean(-1, keepdim=True))).clamp(LEAST, MOST)
+    return (TRUST * (level - level.nanmean(-1, keepdim=True))).clamp(LEAST, MOST).nan_to_num(LEAST)
 
 
 def exponents(expected: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from kvlab.codecs.archive.exact import VALUE, ExactMap, mapped, power_of_two
 from kvlab.core.errors import CapabilityError, UserError
 from kvlab.core.model import ModelInfo, weight_files
 
-KNOWN = ("llama", "mistral", "qwen2", "qwen3")
-"""Types whose first layer is embedding, RMS norm, projection and, in qwen3, RMS norm of K by head."""
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", GEMMA := "gemma3_text")
+"""Types whose first layer is embedding, RMS norm, projection and, in qwen3 and gemma3, RMS norm of K by head."""
 EMBEDDING = 20  # bits of an embedding's values: their squares are added up
 NORMED = 16  # binary places of what a norm gives
 
@@ -77,6 +77,7 @@ class FirstLayer:
         with safe_open(self._files["model.embed_tokens.weight"], "pt") as file:
             table = file.get_slice("model.embed_tokens.weight")
             rows = torch.stack([table[token] for token in known]).double()
+        rows = rows * self.config.hidden_size**0.5 if self.config.model_type == GEMMA else rows
         return rows[torch.searchsorted(torch.tensor(known), torch.tensor(list(ids)))]
 
     @cached_property
@@ -102,6 +103,8 @@ class FirstLayer:
             if name in self._files:
                 with safe_open(self._files[name], "pt") as file:
                     found[short] = file.get_tensor(name).double()
+        if self.config.model_type == GEMMA:  # whose norms multiply by 1 + their weight
+            found |= {name: 1 + found[name] for name in ("norm", "k_norm")}
         return found | {part: found[part].mT.contiguous() for part in ("k", "v")}
 
 

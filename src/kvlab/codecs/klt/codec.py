@@ -30,17 +30,18 @@ from kvlab.codecs.base import (
     stored,
     uncalibrated,
 )
-from kvlab.codecs.klt import KltStream, covariance, escapes
+from kvlab.codecs.klt import KltStream, escapes
 from kvlab.codecs.klt.allocation import shared
 from kvlab.codecs.klt.choosing import Chooser, Worth
 from kvlab.codecs.klt.components import FLOOR, TINY, Components
 from kvlab.codecs.klt.escapes import Spent, last_spent
-from kvlab.codecs.klt.grouping import block_diagonal, centred
 from kvlab.codecs.klt.halves import HalfMatrix, scratch
 from kvlab.codecs.klt.marginal import MAX_WIDTH, Marginals, gaussian_sketch
 from kvlab.codecs.klt.synthesis import Decoding, Synthesis
+from kvlab.codecs.shared import covariance
 from kvlab.codecs.shared.apart import apart
 from kvlab.codecs.shared.front import needed
+from kvlab.codecs.shared.grouping import block_diagonal, centred
 from kvlab.codecs.shared.products import FEW
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, ParamsError, StreamError
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codecs.klt import covariance
-from kvlab.codecs.klt.grouping import block_diagonal, diagonal_blocks, heads_together, joined
 from kvlab.codecs.klt.marginal import gaussian_sketch, sketch
-from kvlab.codecs.klt.moments import Moments
-from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared import covariance
+from kvlab.codecs.shared.grouping import diagonal_blocks, factor, heads_together, joined
+from kvlab.codecs.shared.moments import Moments
 from kvlab.core.errors import CalibrationMismatch, NonFinite
 
 FLOOR = 1e-10  # of the mean square: what float32 rounding of the rows themselves comes to, and a margin
@@ -140,24 +139,6 @@ def refuse_broken(moments: Moments, sample: Tensor) -> None:
         )
     if not (torch.isfinite(moments.scatter).all() and torch.isfinite(sample).all()):
         raise NonFinite("the rows to fit components on hold NaN or infinity")
-
-
-def factor(metric: Tensor | None, like: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The Cholesky factor of the metric of groups, and its inverse, as `like` [groups, width] is kept."""
-    identity = torch.eye(like.shape[1], dtype=like.dtype, device=like.device).expand(len(like), -1, -1)
-    if metric is None:
-        return identity, identity
-    if tuple(metric.shape) != (heads, head_dim, head_dim):
-        raise CalibrationMismatch(
-            f"the metric has shape {list(metric.shape)}, rows of {heads} heads of {head_dim} dimensions need"
-            f" {[heads, head_dim, head_dim]}; fit metric and components on the same model",
-            code="calibration.other-shape",
-        )
-    metric = block_diagonal(metric.to(like), len(like))
-    chol, failed = torch.linalg.cholesky_ex((metric + metric.mT) / 2)
-    if failed.any() or not torch.isfinite(chol).all():
-        raise whitening.NotPositiveDefinite("the metric is not positive definite; use a larger calibration.ridge")
-    return chol, torch.linalg.solve_triangular(chol, identity, upper=False)
 
 
 def _sketch(y: Tensor, variance: Tensor, floor: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.codecs.klt.grouping import parted
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.synthesis import Synthesis
+from kvlab.codecs.shared.grouping import parted
 from kvlab.core.errors import StreamError
 
 OK, TOO_MANY, NO_PLAIN, IMPOSSIBLE = range(4)

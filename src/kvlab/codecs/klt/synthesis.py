@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.klt.escapes import Tails, heap
-from kvlab.codecs.klt.grouping import joined, parted
 from kvlab.codecs.klt.halves import HalfMatrix, scratch
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.trees import Trees
+from kvlab.codecs.shared.grouping import joined, parted
 from kvlab.codecs.shared.products import FEW
 
 if TYPE_CHECKING:

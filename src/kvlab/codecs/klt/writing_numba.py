@@ -21,12 +21,12 @@ from kvlab.codecs.klt.bits import LARGEST, VALUE_BITS
 from kvlab.codecs.klt.choosing import HOPE, PATIENCE, SLACK
 from kvlab.codecs.klt.codec import STRIP, Plan
 from kvlab.codecs.klt.fields import COUNT_BITS
-from kvlab.codecs.klt.grouping import parted
 from kvlab.codecs.klt.reading_numba import TileTables, way_of
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.klt.scales import ABOUT_SINK, LOUD, NEAR, PLAIN, UPWARD
 from kvlab.codecs.klt.tiles_numba import SCALE_END, TILE, compiled
 from kvlab.codecs.klt.vectors_numba import floats_of
+from kvlab.codecs.shared.grouping import parted
 from kvlab.codecs.shared.softmax_numba import widen
 
 FEW = 24  # tokens from which torch's matrix product is sooner, the matrix made anew for it

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -37,6 +36,7 @@ from kvlab.engines.base import (
     refuse_unknown_placement,
     until,
 )
+from kvlab.engines.hf.rotary import Rotary
 from kvlab.engines.hooks import attention_layers, decoder_layers, installed, separate_projections
 
 # what a folder can make its loader raise
@@ -123,11 +123,14 @@ class HFEngine(Engine):
         return self.model(tokens, past_key_values=filled, position_ids=places, use_cache=True).logits[0]
 
     def filled(self, cache: ContextCache, placement: Placement = "pre_rope") -> DynamicCache:
-        """A cache of the model's own kind that holds a context."""
+        """A cache of the model's own kind that holds a context.
+
+        Layers with a window hold all of it too: the model's mask says which of it they see.
+        """
         refuse_unknown_placement(placement)
         context, filled = context_of(cache), DynamicCache()
-        turn = self.rotation(context) if placement == "pre_rope" else None
         for layer in range(self.info.n_layers):
+            turn = self.rotation(context, layer) if placement == "pre_rope" else None
             k, v = (cache[layer, part][None].to(self.model.device, self.model.dtype) for part in ("k", "v"))
             if isinstance(cache, Left):
                 k = _turned_where_they_stood(turn, k, cache.places[layer], context)
@@ -217,14 +220,23 @@ class HFEngine(Engine):
         finally:
             del ALL_ATTENTION_FUNCTIONS.get_interface  # the instance's; the class's method shows again
 
-    @lru_cache(maxsize=4)  # noqa: B019 (an engine lives as long as its process measures)
-    def rotation(self, tokens: int) -> Callable[[Tensor], Tensor]:
-        """The model's own rotary embedding of K at positions 0 to `tokens` - 1, to the bit."""
-        rotary = self.model.base_model.rotary_emb
-        positions = torch.arange(tokens, device=self.model.device)[None]
-        cos, sin = rotary(torch.empty(0, dtype=self.model.dtype, device=self.model.device), positions)
-        apply = sys.modules[type(rotary).__module__].apply_rotary_pos_emb
-        return lambda k: apply(k[:, :1], k, cos, sin)[1]  # it wants queries too: one head of something
+    def rotation(self, tokens: int, layer: int) -> Callable[[Tensor], Tensor]:
+        """The model's own rotary embedding of a layer's K at positions 0 to `tokens` - 1, to the bit."""
+        return self._rotation(tokens, self.rotary.kinds.index(self.rotary.kinds[layer]))
+
+    @lru_cache(maxsize=8)  # noqa: B019 (an engine lives as long as its process measures)
+    def _rotation(self, tokens: int, layer: int) -> Callable[[Tensor], Tensor]:
+        cos, sin = self.rotary(layer, torch.arange(tokens, device=self.model.device)[None], self._like)
+        return lambda k: self.rotary.apply(k, cos, sin)
+
+    @cached_property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of each layer."""
+        return Rotary.of(self.model)
+
+    @property
+    def _like(self) -> Tensor:
+        return torch.empty(0, dtype=self.model.dtype, device=self.model.device)
 
 
 def _loaded(info: ModelInfo, dtype: str, attention: str) -> PreTrainedModel:

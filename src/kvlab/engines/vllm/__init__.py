@@ -17,6 +17,7 @@ ENGINE = EngineInfo(
         protocols=("in_forward", "snapshot"),
         cache_dtypes=(AUTO, "fp8_e4m3", "fp8_e5m2"),
         cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        one_window=("Qwen2ForCausalLM", "Qwen3ForCausalLM"),  # an assertion of its own
         splits=True,
     ),
     modules=("kvlab.engines.vllm.follower",),

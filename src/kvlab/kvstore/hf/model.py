@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from kvlab.cache.hf.codec_tables import LayerShape
-from kvlab.cache.hf.kv_cache import shape_of
-from kvlab.cache.hf.rope import CHANGING, RopeTurn, find_rotary, turns
+from kvlab.cache.hf.kv_cache import shape_of, windows_of
+from kvlab.cache.hf.rope import CHANGING, RopeTurn, find_rotary, turns_by_layer
+from kvlab.core.decoder import FULL, SLIDING, rope_of, rope_types
 from kvlab.core.errors import CapabilityError, ModelError, NonFinite, UserError
 from kvlab.core.model import ModelInfo
 from kvlab.engines.capability import check
 from kvlab.engines.hf.engine import HFEngine
+from kvlab.engines.hf.rotary import Rotary
 from kvlab.engines.hooks import attention_layers
 from kvlab.kvstore.hf.queries import LastQueries
 from kvlab.kvstore.paging.geometry import DTYPES, Geometry, named
-from kvlab.kvstore.snapshot.identity import ContextIdentity, identity_of, rope_of
+from kvlab.kvstore.snapshot.identity import ContextIdentity, identity_of
 
 
 class PagedModel:
@@ -110,15 +112,16 @@ class PagedModel:
         return attention_layers(self.model, self.info)[0].scaling
 
     @cached_property
-    def rotary(self) -> nn.Module:
-        """The rotary module; `CapabilityError` when what it does to K cannot be said."""
+    def rotary(self) -> Rotary:
+        """The rotary embedding; `CapabilityError` when what it does to K cannot be said."""
         return find_rotary(self.model, self.info.head_dim)
 
-    def turn(self, tokens: int) -> RopeTurn:
-        """The rotary embedding of positions 0 to `tokens`: for a codec that sees K before it."""
+    def turns(self, tokens: int) -> list[RopeTurn]:
+        """By layer, the rotary embedding of positions 0 to `tokens`: for a codec that sees K before it."""
         like = torch.empty(0, dtype=DTYPES[self.dtype], device=self.device)
-        turn = turns(self.rotary, torch.arange(tokens, device=self.device)[None], like)[0]
-        return RopeTurn(turn.cos.cpu(), turn.sin.cpu())  # payloads lie there
+        found = turns_by_layer(self.rotary, torch.arange(tokens, device=self.device)[None], like)
+        there = {id(rows): RopeTurn(rows[0].cos.cpu(), rows[0].sin.cpu()) for rows in found}  # payloads lie there
+        return [there[id(rows)] for rows in found]
 
     @torch.no_grad()
     def forward(
@@ -162,7 +165,7 @@ class PagedModel:
                 stack.enter_context(queries.watching())
             output = self.model(
                 torch.tensor([tokens], device=self.device),
-                attention_mask=mask(places, columns, DTYPES[self.dtype]),
+                attention_mask=self._masks(places, columns),
                 position_ids=places[None],
                 past_key_values=cache,
                 use_cache=False,  # that the model makes none of its own
@@ -175,14 +178,24 @@ class PagedModel:
             )
         return logits
 
+    def _masks(self, places: Tensor, columns: Tensor) -> Tensor | dict[str, Tensor]:
+        """The mask of all layers, or of each kind where there are some with a window and some without."""
+        dtype, windows = DTYPES[self.dtype], set(self.info.windows)
+        if len(windows) == 1:
+            return mask(places, columns, dtype, *windows)
+        return {SLIDING if window else FULL: mask(places, columns, dtype, window) for window in windows}
 
-def mask(places: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+
+def mask(places: Tensor, columns: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """What is added to attention's scores [1, 1, queries, columns]: a query reads what stands at or before it.
 
-    By positions, for a column may hold any of them. The least number stands in for minus infinity, as in
-    transformers itself: its exponential is 0 beside any score.
+    With a window, no further back than the window reaches, itself counted. By positions, for a column may hold any of
+    them. The least number stands in for minus infinity, as in transformers itself: its exponential is 0 beside any
+    score.
     """
     hidden = columns[None] > places[:, None]
+    if window is not None:
+        hidden |= columns[None] <= places[:, None] - window
     return torch.zeros(hidden.shape, dtype=dtype, device=places.device).masked_fill_(hidden, torch.finfo(dtype).min)[
         None, None
     ]
@@ -225,8 +238,8 @@ def refuse_unfit(model: nn.Module, info: ModelInfo) -> None:
     Raises
     ------
     CapabilityError
-        Another shape or class than `info` says, attention over a window or by a recurrent state, a rotary embedding
-        that changes with the length, attention that takes no mask, dropout, quantised weights, layers of an adapter.
+        Another shape, window or class than `info` says, attention by a recurrent state, a rotary embedding that changes
+        with the length, attention that takes no mask, dropout, quantised weights, layers of an adapter.
     """
     found, wanted = shape_of(model), LayerShape(info.n_layers, info.n_kv_heads, info.head_dim)
     if found != wanted or type(model).__name__ != info.architecture:
@@ -236,17 +249,23 @@ def refuse_unfit(model: nn.Module, info: ModelInfo) -> None:
             f"{wanted.head_dim}; give the folder that it was loaded from",
             code="capability.other-model",
         )
-    attention, kind = model.config._attn_implementation, rope_of(model.config.to_dict())["rope_type"]
+    if (ran := tuple(windows_of(model))) != info.windows:
+        raise CapabilityError(
+            f"the layers of the loaded model see windows of {_told(ran)} tokens, those of {info.path} of"
+            f" {_told(info.windows)}; give the folder that it was loaded from",
+            code="capability.other-window",
+        )
+    attention, moving = model.config._attn_implementation, rope_types(rope_of(model.config.to_dict())) & set(CHANGING)
     if attention not in MASKABLE:
         raise CapabilityError(
             f"attention {attention!r} takes no mask of its own for every row, which a paged cache needs;"
             f" allowed: {', '.join(MASKABLE)}",
             code="capability.no-mask",
         )
-    if kind in CHANGING:
+    if moving:
         raise CapabilityError(
-            f"rope type {kind!r} changes its frequencies with the length, so that a stored K is no longer what the"
-            " model would compute; it cannot be paged",
+            f"rope type {min(moving)!r} changes its frequencies with the length, so that a stored K is no longer what"
+            " the model would compute; it cannot be paged",
             code="capability.moving-rope",
         )
     if model.training:
@@ -265,6 +284,10 @@ def refuse_unfit(model: nn.Module, info: ModelInfo) -> None:
             " and merge an adapter into files of its own",
             code=code,
         )
+
+
+def _told(windows: Sequence[int | None]) -> str:
+    return ", ".join(sorted({"all" if window is None else str(window) for window in windows}))
 
 
 def _other_weights(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -9,10 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kvlab.cache.hf.rope import turns
+from kvlab.cache.hf.rope import turns_by_layer
 from kvlab.core.errors import CapabilityError, LayoutMismatch
 from kvlab.core.model import ModelInfo
-from kvlab.engines.hooks import attention_layers, installed
+from kvlab.engines.hf.rotary import Rotary
+from kvlab.engines.hooks import attention_layers, installed, norms_heads_first
 
 
 class Watched(Protocol):
@@ -20,7 +21,7 @@ class Watched(Protocol):
 
     model: nn.Module
     info: ModelInfo
-    rotary: nn.Module
+    rotary: Rotary
 
 
 class LastQueries:
@@ -41,8 +42,10 @@ class LastQueries:
 
     def _hook(self, layer: int) -> Callable:
         info = self._model.info
+        turned = norms_heads_first(info)
 
         def note(_module, _inputs, output: Tensor) -> None:
+            output = output.transpose(1, 2) if turned else output
             self._seen[layer] = output.detach().reshape(-1, info.n_heads, info.head_dim)[-1]
 
         return note
@@ -78,8 +81,8 @@ class LastQueries:
                 f"layer {missing[0]} has shown no query; nothing can be scored by it", code="capability.no-query"
             )
         queries = torch.stack(self._seen)
-        turn = turns(self._rotary, torch.tensor([[position]], device=queries.device), queries)[0]
-        return turn.redo(queries.flatten(0, 1)[:, None], 0).view(queries.shape).cpu()
+        own = turns_by_layer(self._rotary, torch.tensor([[position]], device=queries.device), queries)
+        return torch.stack([rows[0].redo(q[:, None], 0)[:, 0] for rows, q in zip(own, queries, strict=True)]).cpu()
 
 
 def projection(attention: nn.Module) -> nn.Module:

@@ -168,8 +168,8 @@ class RestoreRequest:
         if identity.codec is None or self.coder is not None:
             return None if identity.codec is None else self.coder
         try:
-            turn = self.model.turn(snapshot.length) if identity.codec.placement == "pre_rope" else None
-            return coder_for(identity, None, turn)
+            turns = self.model.turns(snapshot.length) if identity.codec.placement == "pre_rope" else None
+            return coder_for(identity, None, turns)
         except UserError as error:
             code = Code.CODEC if identity.codec.calibration_hash is None else Code.CALIBRATION
             raise refusal(code, f"the payload cannot be decoded without a coder for it: {error}") from None

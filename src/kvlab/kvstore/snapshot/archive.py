@@ -47,8 +47,8 @@ class ArchiveChunks:
         Its bits are those of the payload, within 1 %.
     archive : Archive or None
         The fitted codec.
-    turn : Turn or None
-        The rotary embedding at the context's positions 0, 1, ..; `kvlab.cache.hf.rope.turns` makes one.
+    turns : sequence of Turn or None
+        By layer, the rotary embedding at the context's positions 0, 1, ..; see `kvlab.cache.hf.rope.turns_of`.
 
     Raises
     ------
@@ -58,15 +58,15 @@ class ArchiveChunks:
         No turn is given.
     """
 
-    def __init__(self, geometry: Geometry, recipe: Recipe, archive: Archive | None, turn: Turn | None):
+    def __init__(self, geometry: Geometry, recipe: Recipe, archive: Archive | None, turns: Sequence[Turn] | None):
         if archive is None:
             raise CalibrationMismatch(
                 f"codec {recipe.k.codec!r} reads what was fitted by `kvlab calibrate`; give the file that it wrote",
                 code="calibration.missing",
             )
-        if turn is None:
+        if turns is None:
             raise ParamsError(
-                "K is archived before its rotary embedding; give the model's own turn", code="params.no-turn"
+                "K is archived before its rotary embedding; give the model's own turns", code="params.no-turn"
             )
         own = archive.fitted.streams[0, "k"]
         found = (archive.fitted.layers, own.heads, own.first.shape[1])
@@ -76,7 +76,7 @@ class ArchiveChunks:
                 " this model",
                 code="calibration.other-shape",
             )
-        self.geometry, self.archive, self._turn = geometry, archive, turn
+        self.geometry, self.archive, self._turns = geometry, archive, turns
         self._codec = archive.codec(geometry.chunk_tokens)
         self.codec = CodecIdentity(
             recipe_id=recipe.recipe_id,
@@ -98,7 +98,7 @@ class ArchiveChunks:
         NonFinite
             A value is NaN or infinite.
         """
-        cache = BeforeRotary(self.geometry, self._held(payloads) if rows is None else rows, self._turn)
+        cache = BeforeRotary(self.geometry, self._held(payloads) if rows is None else rows, self._turns)
         beside = len(ids) // self.geometry.chunk_tokens * (QUALITY.size + self.geometry.layers * LENGTH.size)
         body = self.archive.body(self.codec.recipe.k, cache, list(ids), self.geometry.chunk_tokens, beside)
         return (QUALITY.pack(body.quality) + record_of(parts) for parts in body.records)
@@ -129,7 +129,7 @@ class ArchiveChunks:
     def _decoded(self, body: ArchiveBody, number: int, ids: Sequence[int]) -> Tensor:
         chunk = torch.empty(self.geometry.chunk_shape, dtype=self.geometry.torch_dtype)
         for layer, k, v in self._codec.decode(body, list(ids)):
-            chunk[layer, 0] = self._turn.redo(k, number * self.geometry.chunk_tokens)
+            chunk[layer, 0] = self._turns[layer].redo(k, number * self.geometry.chunk_tokens)
             chunk[layer, 1] = v
             if not all_finite(chunk[layer]):
                 raise StreamError(
@@ -146,16 +146,17 @@ class BeforeRotary(Mapping[tuple[int, str], Tensor]):
     geometry : Geometry
     rows : Rows
         Where they are taken from.
-    turn : Turn
+    turns : sequence of Turn
+        By layer.
     """
 
-    def __init__(self, geometry: Geometry, rows: Rows, turn: Turn):
-        self._geometry, self._rows, self._turn = geometry, rows, turn
+    def __init__(self, geometry: Geometry, rows: Rows, turns: Sequence[Turn]):
+        self._geometry, self._rows, self._turns = geometry, rows, turns
 
     def __getitem__(self, at: tuple[int, str]) -> Tensor:
         layer, stream = at
         k, v = self._rows(layer)
-        return self._turn.undo(k, 0) if stream == "k" else v
+        return self._turns[layer].undo(k, 0) if stream == "k" else v
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         return ((layer, stream) for layer in range(self._geometry.layers) for stream in STREAMS)

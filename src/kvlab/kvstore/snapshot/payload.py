@@ -130,15 +130,15 @@ class CodedChunks(Chunkwise):
     placement : {"pre_rope", "post_rope"}
         Whether K is turned back before it is coded. Calibrated components are those of K before the rotary
         embedding, so that ``klt`` needs ``pre_rope``.
-    turn : Turn or None
-        The rotary embedding at the context's positions 0, 1, ..; `kvlab.cache.hf.rope.turns` makes one.
+    turns : sequence of Turn or None
+        By layer, the rotary embedding at the context's positions 0, 1, ..; see `kvlab.cache.hf.rope.turns_of`.
 
     Raises
     ------
     CapabilityError
         A codec of the recipe writes nothing that could be stored.
     ParamsError
-        A layer that there is not, or K is to be turned back and no turn is given.
+        A layer that there is not, or K is to be turned back and no turns are given.
     CalibrationMismatch
         The calibration lacks what the recipe reads.
     """
@@ -150,7 +150,7 @@ class CodedChunks(Chunkwise):
         calibration: ModelCalibration | None = None,
         layers: Iterable[int] | None = None,
         placement: Placement = "pre_rope",
-        turn: Turn | None = None,
+        turns: Sequence[Turn] | None = None,
     ):
         self.geometry, coded = geometry, range(geometry.layers) if layers is None else layers
         fitted = calibration if needs_calibration(recipe.k) or needs_calibration(recipe.v) else None
@@ -163,19 +163,19 @@ class CodedChunks(Chunkwise):
         )
         _refuse(self.codec, geometry)
         self._codecs = {s: _built(recipe, s, placement, fitted) for s in STREAMS}
-        self._turn = self._chosen(turn)
+        self._turns_of = self._chosen(turns)
 
-    def _chosen(self, turn: Turn | None) -> Turn:
-        """What stands between a chunk's K and the codec."""
+    def _chosen(self, turns: Sequence[Turn] | None) -> Sequence[Turn]:
+        """What stands between a chunk's K and the codec, by layer."""
         if self.codec.placement == "post_rope" or isinstance(self.codec.recipe.k, IdentityStream):
-            return Straight()
-        if turn is None:
+            return [Straight()] * self.geometry.layers
+        if turns is None:
             raise ParamsError(
-                "K is coded before its rotary embedding, and no turn was given that takes it there; give the"
+                "K is coded before its rotary embedding, and no turns were given that take it there; give the"
                 " model's own, or code with placement post_rope",
                 code="params.no-turn",
             )
-        return turn
+        return turns
 
     def encode(self, chunk: Tensor, number: int) -> bytes:
         """The bytes of chunk `number`, counted from the context's first.
@@ -192,7 +192,7 @@ class CodedChunks(Chunkwise):
 
     def _frame(self, x: Tensor, number: int, layer: int, stream: str) -> bytes:
         if self._turns(layer, stream):
-            x = self._turn.undo(x, number * self.geometry.chunk_tokens)
+            x = self._turns_of[layer].undo(x, number * self.geometry.chunk_tokens)
         return frame_bytes(self._of(layer, stream).encode(x, Site(number, layer, stream)))
 
     def decode(self, data: bytes, number: int, ids: Sequence[int] = ()) -> Tensor:
@@ -222,7 +222,7 @@ class CodedChunks(Chunkwise):
     def _tensor(self, view: memoryview, number: int, layer: int, stream: str) -> Tensor:
         x = self._of(layer, stream).decode(read_frame(view))
         if self._turns(layer, stream):
-            x = self._turn.redo(x, number * self.geometry.chunk_tokens)
+            x = self._turns_of[layer].redo(x, number * self.geometry.chunk_tokens)
         x = x.to(self.geometry.torch_dtype)
         if not all_finite(x):
             raise StreamError(
@@ -283,37 +283,38 @@ def recipe_coder(
     calibration: ModelCalibration | None = None,
     layers: Iterable[int] | None = None,
     placement: Placement = "pre_rope",
-    turn: Turn | None = None,
+    turns: Sequence[Turn] | None = None,
 ) -> ChunkCoder:
     """What stores chunks as a recipe says, whether its codec sees one tensor at a time or all layers.
 
     Takes and raises what `CodedChunks` and `ArchiveChunks` do.
     """
     if recipe.k.codec not in WHOLE:
-        return CodedChunks(geometry, recipe, calibration, layers, placement, turn)
+        return CodedChunks(geometry, recipe, calibration, layers, placement, turns)
     every = tuple(range(geometry.layers))
     if placement != "pre_rope" or tuple(every if layers is None else sorted(layers)) != every:
         raise CapabilityError(
             f"codec {recipe.k.codec!r} codes K and V of all layers, K before its rotary embedding",
             code="capability.whole-cache",
         )
-    return ArchiveChunks(geometry, recipe, calibration.archive if calibration else None, turn)
+    return ArchiveChunks(geometry, recipe, calibration.archive if calibration else None, turns)
 
 
 def coder_for(
-    identity: ContextIdentity, calibration: ModelCalibration | None = None, turn: Turn | None = None
+    identity: ContextIdentity, calibration: ModelCalibration | None = None, turns: Sequence[Turn] | None = None
 ) -> ChunkCoder:
     """What decodes the payload of a snapshot of this identity, its recipe taken from there.
 
     Raises
     ------
     UserError
-        When the calibration or the turn that the recipe needs is missing, or is another than the payload's.
+        When the calibration or the turns that the recipe needs are missing, or the calibration is another than the
+        payload's.
     """
     codec = identity.codec
     if codec is None:
         return RawChunks(identity.geometry)
-    coder = recipe_coder(identity.geometry, codec.recipe, calibration, codec.layers, codec.placement, turn)
+    coder = recipe_coder(identity.geometry, codec.recipe, calibration, codec.layers, codec.placement, turns)
     if coder.codec != codec:
         raise UserError(
             f"the payload was coded with calibration {codec.calibration_hash}, given is {coder.codec.calibration_hash}",

@@ -15,13 +15,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvlab.cache.files.prepared import Prepared, at_bits, prepared
 from kvlab.cache.files.recipe import read_recipe_file
-from kvlab.cache.hf.rope import turn_of
+from kvlab.cache.hf.rope import turns_of
+from kvlab.core.decoder import rope_of, rope_types
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import ModelInfo, layer_count, locate, resolve
 from kvlab.core.params import Model, ModelEntry
 from kvlab.core.recipe import RECIPE_VARIABLE, canonical
 from kvlab.kvstore.paging.geometry import named
-from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, ContextIdentity, identity_of, rope_of
+from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, ContextIdentity, identity_of
 from kvlab.kvstore.snapshot.payload import ChunkCoder, recipe_coder
 from kvlab.kvstore.vllm.settings import ConnectorSettings
 
@@ -122,8 +123,8 @@ def _coder(settings: ConnectorSettings, config: ModelConfig, identity: ContextId
     if not settings.recipe:
         return None
     ready = _prepared(settings.recipe, settings.bits, str(config.model), config.revision)
-    turn = turn_of(config.hf_config, identity.geometry.head_dim, config.max_model_len, config.dtype)
-    return recipe_coder(identity.geometry, ready.recipe, ready.calibration, ready.layers, turn=turn)
+    turns = turns_of(config.hf_config, identity.geometry.head_dim, config.max_model_len, config.dtype)
+    return recipe_coder(identity.geometry, ready.recipe, ready.calibration, ready.layers, turns=turns)
 
 
 @lru_cache(maxsize=4)
@@ -160,9 +161,10 @@ def _of_model(config: ModelConfig) -> Iterator[tuple[str, str]]:
     elif others := sorted(set(overrides) - set(ROPE_FIELDS)):
         line = f"hf_overrides changes {', '.join(others)}, which a snapshot's identity takes from config.json"
         yield "capability.overrides", line
-    kind = rope_of(config.hf_config.to_dict())["rope_type"]
-    if kind in MOVING_ROPE:
-        line = f"the rotary embedding is {kind}, whose angles depend on the longest context that the engine allows"
+    if moving := rope_types(rope_of(config.hf_config.to_dict())) & set(MOVING_ROPE):
+        line = (
+            f"the rotary embedding is {min(moving)}, whose angles depend on the longest context that the engine allows"
+        )
         yield "capability.moving-rope", line
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.cache.hf.rope import find_rotary, turns
+from kvlab.cache.hf.rope import find_rotary, turns_by_layer
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import ParamsError
 from kvlab.core.model import resolve
@@ -228,7 +228,8 @@ def layers(engine: HFEngine, ids: Sequence[int]) -> Iterator[Layer]:
     model = engine.model
     rotary = find_rotary(model, engine.info.head_dim)
     places = torch.arange(len(ids), device=model.device)[None]
-    (turn,) = turns(rotary, places, torch.empty(0, dtype=torch.float32, device=model.device))
+    turn_of = turns_by_layer(rotary, places, torch.empty(0, dtype=torch.float32, device=model.device))
     for number, module in enumerate(attention_layers(model, engine.info)):
+        (turn,) = turn_of[number]
         q, k = (turn.redo(seen[number, part].to(model.device), 0).cpu() for part in "qk")
         yield Layer(q, k, module.scaling)

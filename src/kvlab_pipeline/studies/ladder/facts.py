@@ -22,7 +22,7 @@ from kvlab.calibration import load as calibration
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.codecs.klt.components import Components
-from kvlab.codecs.klt.grouping import joined
+from kvlab.codecs.shared.grouping import joined
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params

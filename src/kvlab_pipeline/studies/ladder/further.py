@@ -30,8 +30,6 @@ from kvlab_pipeline.studies.ladder.params import CONTEXT_CODECS
 from kvlab_pipeline.studies.ladder.plan import cheapest
 from kvlab_pipeline.studies.ladder.record import Further, WindowScore, parts
 
-PROTOCOL = "snapshot"
-
 
 def further(params: Params, windows_path: Path, documents: Path | None, fitted: FittedFiles, out: Path) -> None:
     """Write the record, see `record.Further`.
@@ -63,7 +61,7 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
         for context in contexts:
             rows = long_windows(params, info, context, documents)
             named = [NamedCodec(*cheapest(params, codec), calibrated) for codec in codecs]
-            found = score(engine, rows, context, named, PROTOCOL, plain)
+            found = score(engine, rows, context, named, plain)
             runs.append(ContextRun(context, len(windows.calib) * windows.context, found))
     record = Further(
         provenance=provenance(info, windows, {calibrated.origin: calibrated}),
@@ -102,9 +100,9 @@ def grown(
     for count in counts:
         observed = observe(engine, calib[:count], context, windows.corpus_hash, params.calibration.sample)
         fitted = calibrate.fitted(observed, engine.info, [recipe], params.calibration.ridge)
-        found = score(engine, rows, context, [NamedCodec(label, recipe, fitted)], PROTOCOL, plain)
+        found = score(engine, rows, context, [NamedCodec(label, recipe, fitted)], plain)
         yield ContextRun(context, count * context, found)
-    found = score(engine, rows, context, [NamedCodec(label, recipe, whole)], PROTOCOL, None if counts else plain)
+    found = score(engine, rows, context, [NamedCodec(label, recipe, whole)], None if counts else plain)
     yield ContextRun(context, len(calib) * context, found)
 
 

@@ -132,7 +132,7 @@ def ways(
     params: Params, model: PagedModel, calibrated: Calibrated | None, settings: RestoreSettings, tokens: int
 ) -> tuple[list[StorageWay], list[Unstored]]:
     """K and V as they are, then every codec that is asked for, and those that cannot be had here."""
-    geometry, turn = model.geometry(settings.codec_chunk_tokens), model.turn(tokens)
+    geometry, turns = model.geometry(settings.codec_chunk_tokens), model.turns(tokens)
     found, missing = [StorageWay(RAW, RawChunks(geometry))], []
     for codec, bits in choices(settings):
         # As on the ladder, or by a codec of whole caches.
@@ -142,7 +142,7 @@ def ways(
             missing.append(Unstored(label=label, reason=f"it needs {' and '.join(lacking)} of a calibration"))
             continue
         try:
-            found.append(StorageWay(label, recipe_coder(geometry, recipe, calibrated, turn=turn)))
+            found.append(StorageWay(label, recipe_coder(geometry, recipe, calibrated, turns=turns)))
         except CapabilityError as error:
             missing.append(Unstored(label=label, reason=str(error)))
     return found, missing

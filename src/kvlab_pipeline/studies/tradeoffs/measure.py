@@ -148,7 +148,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     rows = np.array([window.ids for window in bench.windows])
     speeds, drafts = timed(bench, listed, others), tuple(drafted(bench, bootstrap))
     floor, *scored = quick_run.score(
-        bench.engine, rows, context, [rounding, *codecs], "snapshot", bench.plain, list(others.values())
+        bench.engine, rows, context, [rounding, *codecs], bench.plain, list(others.values())
     )
     found = dict(zip([*(one.label for one in codecs), *others], scored, strict=True))
     answers = needles_found(bench, planted, codecs, others)
@@ -181,7 +181,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         text=bench.windows[0].text,
         confidence=params.stats.confidence,
         rounding=EstimateRecord.of(bootstrap.mean(floor.columns[0]), 0.0),
-        full_read=read_of(full, context, len(bench.windows[0].ids), info.values_per_token),
+        full_read=read_of(full, context, len(bench.windows[0].ids), info),
         exact_found=rate(bootstrap, answers[quick_run.ROUNDING]),
         exact_per_second=speeds[quick_run.ROUNDING],
         arms=tuple(held_against(one, leading, columns, bootstrap) for one in arms_found),
@@ -205,8 +205,7 @@ def needles_found(
 ) -> dict[str, list[bool]]:
     """Which needles each arm finds, and the rounded cache: every token of the answer is the most likely one."""
     variants = {
-        one.label: quick_run.codec_variant(one, bench.engine, "snapshot")
-        for one in (quick_run.rounding(DTYPE), *codecs)
+        one.label: quick_run.codec_variant(one, bench.engine) for one in (quick_run.rounding(DTYPE), *codecs)
     } | others
     found: dict[str, list[bool]] = {name: [] for name in variants}
     for number, item in enumerate(tqdm(planted, desc="needles", unit="needle")):

@@ -1,0 +1,10 @@
+"""The engines that people serve models with, a file for each."""
+
+from kvlab.advice.engines import llama_cpp, sglang, tensorrt_llm, transformers, vllm
+from kvlab.advice.serving import ServingEngine
+
+SERVING: dict[str, ServingEngine] = {
+    file.ENGINE.name: file.ENGINE for file in (vllm, llama_cpp, transformers, sglang, tensorrt_llm)
+}
+"""By the name that `--engine` takes."""
+DEVICES = ("cuda", "rocm", "cpu", "metal")

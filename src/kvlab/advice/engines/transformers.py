@@ -1,0 +1,25 @@
+"""transformers' `QuantizedCache`: one width for K and V of all layers; a prompt's own tokens read exact K and V."""
+
+from kvlab.advice.serving import CacheFormat, ServingEngine
+
+
+def _cache(backend: str, bits: int, package: str) -> CacheFormat:
+    name = f"{backend}-int{bits}"
+    option = f'"backend": "{backend}", "nbits": {bits}'
+    return CacheFormat(name, option=option, devices=("cuda", "rocm", "cpu", "metal"), needs=package)
+
+
+ENGINE = ServingEngine(
+    name="transformers",
+    version="5.19",
+    formats=(
+        *(_cache("quanto", bits, "the package optimum-quanto") for bits in (4, 2)),
+        *(_cache("hqq", bits, "the package hqq") for bits in (8, 4, 2)),
+    ),
+    line='model.generate(**inputs, cache_implementation="quantized", cache_config={{{option}}})  # {model}',
+    as_read="snapshot",
+    held="what QuantizedCache reads back of a prompt, with optimum-quanto 0.2.7 and HQQ 0.2.8 (docs/codecs.md)",
+    unmeasured="answers of more than 127 tokens, after which all tokens are coded anew",
+    sources=("transformers 5.19: cache_utils.py", "https://huggingface.co/docs/transformers/kv_cache"),
+    plain="",
+)

@@ -1,0 +1,235 @@
+"""`kvlab recommend` and `kvlab check` on tiny models: planted faults are found, and wrong input is one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+from kvlab.advice.engines import SERVING
+from kvlab.advice.page import page
+from kvlab.advice.verdicts import CLASSES, OPEN
+from kvlab.cli import main as cli
+
+SMALL = ("--context", 64, "--eval", 32, "--no-witness")
+PLANTED = 1  # the layer whose keys have a channel that no grid bears
+
+
+@pytest.fixture
+def run(capsys):
+    """Exit code, stdout and stderr of a line."""
+
+    def verb(*words) -> tuple[int, str, str]:
+        code = 0
+        try:
+            cli.main([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return verb
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A model one layer of which attends sharply, with a channel of K that takes the step of all that share it."""
+    folder = tiny.write_model(tmp_path_factory.mktemp("planted") / "model", num_hidden_layers=4)
+    weights = load_file(folder / "model.safetensors")
+    layer = f"model.layers.{PLANTED}.self_attn"
+    bias = weights[f"{layer}.k_proj.bias"]
+    bias[31], bias[63] = 400.0, -400.0  # of the slowest pair of either head: nearly the same in all tokens
+    weights[f"{layer}.q_proj.weight"] *= 4
+    weights[f"{layer}.q_proj.weight"].view(4, 32, -1)[:, [15, 31]] = 0  # so that no score hangs on that channel
+    weights[f"{layer}.q_proj.bias"].zero_()
+    weights[f"{layer}.o_proj.weight"] *= 3
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return tiny.write_text(tmp_path_factory.mktemp("text") / "scored.txt", 200)
+
+
+@pytest.fixture(scope="module")
+def found(planted, text, tmp_path_factory):
+    """What is recommended for the planted model in all engines: the JSON, and what was printed."""
+    out, said = tmp_path_factory.mktemp("found") / "found.json", io.StringIO()
+    with contextlib.redirect_stdout(said):
+        files = ("--json", out, "--html", out.with_suffix(".html"))
+        words = ("recommend", planted, "--text", text, *SMALL, "--windows", 12, *files)
+        cli.main([str(word) for word in words])
+    return json.loads(out.read_text()), said.getvalue(), out.with_suffix(".html").read_text()
+
+
+def line_of(found: dict, engine: str) -> dict:
+    (line,) = [line for line in found["lines"] if line["engine"] == engine]
+    return line
+
+
+def test_the_planted_layer_is_found_and_left_in_16_bits(found):
+    data, said, _ = found
+    vllm = line_of(data, "vllm")
+    assert vllm["losses"] and all(max(each, key=each.get) == str(PLANTED) for each in vllm["losses"].values())
+    assert vllm["chosen"]["exact_layers"] == [PLANTED] and vllm["holds"] == "yes"
+    assert f"--kv-cache-dtype-skip-layers {PLANTED}" in vllm["paste"] and vllm["paste"] in said
+    whole = {row["format"]: row for row in data["finished"]}
+    cheap = vllm["chosen"]["format"].partition(",")[0]
+    assert whole[cheap]["kl"]["low"] > vllm["confirmed"]["kl"]["high"]  # the same format on all layers
+    assert vllm["chosen"]["bits_per_value"] == pytest.approx((3 * whole[cheap]["bits_per_value"] + 16) / 4)
+
+
+def test_a_format_that_the_planted_channel_breaks_is_not_recommended(found):
+    data, *_ = found
+    by_name = {row["format"]: row for row in data["finished"]}
+    assert by_name["q4_0"]["verdict"] != "safe" and by_name["quanto-int2"]["verdict"] == "noticeable"
+    assert line_of(data, "llama.cpp")["chosen"]["format"] == "f16/q4_0"  # no type of its K bears that channel
+    for line in data["lines"]:
+        if line["chosen"]:
+            assert line["holds"] in ("yes", OPEN) and line["confirmed"]["windows"] == 6
+
+
+def test_everything_is_told(found):
+    data, said, _ = found
+    on_cuda = {one.name for engine in SERVING.values() for one in engine.formats if "cuda" in one.devices}
+    measured = {row["format"] for row in data["finished"]}
+    ends = {name for name in on_cuda if name.startswith("turboquant")}  # leave all four layers in 16 bits
+    assert measured == on_cuda - ends - {"fp8"}  # which is another's fp8_e4m3
+    for row in data["finished"]:
+        assert row["kl"]["low"] <= row["kl"]["value"] <= row["kl"]["high"]
+        assert row["quantiles"]["median"] <= row["quantiles"]["99 %"] <= row["quantiles"]["99.9 %"]
+        assert row["verdict"] in (*CLASSES, OPEN) and row["format"] in said
+    assert 0 < data["floor"]["kl"]["value"] < 1e-4 and "rounding to bfloat16" in said
+    assert all(line["paste"] in said and line["not_measured"] in said for line in data["lines"])
+    assert line_of(data, "vllm")["refused"].keys() == {"fp8_e4m3-cpu", "fp8_e5m2-cpu", "ultraquant_4bit", *ends}
+
+
+class Elements(HTMLParser):
+    """Every element that is opened and closed, what it asks for, and all text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.stack, self.asked, self.text = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.asked += [value for name, value in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_needs_no_other_file_and_says_the_same(found):
+    data, _, written = found
+    seen = Elements(written)
+    text = " ".join(seen.text)
+    assert seen.stack == [] and seen.asked == [] and len(written) < 200_000
+    assert all(row["format"] in text for row in [*data["finished"], *data["served"]])
+    assert all(line["paste"] in text and line["not_measured"] in text for line in data["lines"])
+    assert written.count("<circle") == len(data["finished"])
+    assert written.count("<rect") == sum(len(one) for line in data["lines"] for one in line["losses"].values())
+
+
+def test_no_name_of_a_model_is_taken_for_html(found):
+    written = page(found[0] | {"model": "<script>&"}, "kvlab recommend '<script>'")
+    assert "<script>" not in written and "&lt;script&gt;&amp;" in written
+
+
+def test_what_was_confirmed_holds_on_another_text(found, planted, run, tmp_path):
+    """Measured anew on text that chose nothing: inside the interval, and the answer is yes."""
+    vllm = line_of(found[0], "vllm")
+    other, out = tiny.write_text(tmp_path / "other.txt", 400, seed=7), tmp_path / "again.json"
+    name, layers = vllm["chosen"]["format"].partition(",")[0], vllm["chosen"]["exact_layers"]
+    again = ("--format", name, "--engine", "vllm", "--skip-layers", *layers, "--text", other, "--windows", 24)
+    code, said, err = run("check", planted, *again, *SMALL, "--json", out)
+    assert code == 0 and said.startswith("yes"), err
+    anew, interval = json.loads(out.read_text())["kl"]["value"], vllm["confirmed"]["kl"]
+    assert interval["low"] <= anew <= interval["high"]
+
+
+def test_check_says_no_with_another_exit_code_and_cannot_tell_with_a_third(planted, text, run, tmp_path):
+    out = tmp_path / "answer.json"
+    few = ("--text", text, *SMALL, "--windows", 6, "--json", out)
+    code, said, _ = run("check", planted, "--format", "quanto-int2", *few)
+    assert (code, said.split(":")[0], json.loads(out.read_text())["answer"]) == (1, "no", "no")
+    code, said, _ = run("check", planted, "--format", "q8_0", "--loss", "noticeable", *few)
+    assert (code, said.split(":")[0]) == (0, "yes")
+    out.unlink()
+    code, said, err = run("check", planted, "--format", "q9_0", *few)
+    assert (code, said) == (2, "") and "q8_0" in err and len(err.splitlines()) == 1 and not out.exists()
+
+
+def test_check_needs_no_text(tiny_model, run):
+    code, said, err = run("check", tiny_model, "--format", "q8_0", *SMALL, "--windows", 2)
+    assert code == 0 and "docstrings" in said, err
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3"])
+def test_a_model_of_ones_own_works_as_typed(kind, text, run, tmp_path):
+    model = tiny.write_model(tmp_path / kind, kind)
+    code, said, err = run("recommend", model, "--text", text, *SMALL, "--windows", 4, "--engine", "transformers")
+    assert code == 0 and "cache_implementation" in said, err
+
+
+def test_a_wish_in_bits_is_kept(tiny_model, text, run, tmp_path):
+    out = tmp_path / "found.json"
+    wish = ("--engine", "llama.cpp", "--bits", 5, "--windows", 4, "--json", out)
+    code, _, err = run("recommend", tiny_model, "--text", text, *SMALL, *wish)
+    (line,) = json.loads(out.read_text())["lines"]
+    assert code == 0 and line["chosen"]["bits_per_value"] <= 5, err
+
+
+WRONG = [
+    (("recommend", "--text", "TEXT", "--engine", "vlm"), "'vllm'"),
+    (("recommend", "--text", "TEXT", "--loss", "tiny"), "safe, small, noticeable"),
+    (("recommend", "--text", "TEXT", "--loss", "safe", "--bits", 4), "--bits 4"),
+    (("recommend", "--text", "TEXT", "--bits", 99), "at most 16"),
+    (("recommend", "--text", "TEXT", "--engine", "tensorrt-llm", "--device", "cpu"), "cuda, not on cpu"),
+    (("recommend", "--text", "SHORT"), "too few"),
+    (("recommend", "--text", "FEW"), "windows of 96"),
+    (("recommend", "--text", "TEXT", "--windows", 3), "at least 4"),
+    (("check", "--format", "q4_0", "--engine", "vllm"), "turboquant_4bit_nc"),
+    (("check", "--format", "q4_0", "--skip-layers", 1), "leaves no layers out"),
+    (("check", "--format", "nvfp4", "--skip-layers", 7), "0 to 2"),
+    (("check", "--format", "nvfp4", "--device", "rocm"), "cuda, not on rocm"),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), WRONG, ids=[" ".join(map(str, words)) for words, _ in WRONG])
+def test_wrong_input_is_one_line(words, named, tiny_model, text, run, tmp_path):
+    (tmp_path / "short").write_text("a few words")
+    files = {"TEXT": text, "SHORT": tmp_path / "short", "FEW": tiny.write_text(tmp_path / "few", 1)}
+    verb, *rest = words
+    code, said, err = run(verb, tiny_model, *(files.get(word, word) for word in rest), *SMALL)
+    assert (code, said) == (2, "") and named in err and len(err.splitlines()) == 1, err
+
+
+def test_a_model_without_a_tokenizer_is_refused(text, run, tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "model")
+    for path in model.glob("token*"):
+        path.unlink()
+    capsys.readouterr()  # how the model was written
+    for words in (("recommend", model, "--text", text), ("check", model, "--format", "q8_0")):
+        code, said, err = run(*words, *SMALL)
+        assert (code, said) == (2, "") and "tokenizer" in err and len(err.splitlines()) == 1, err
+
+
+def test_the_chosen_format_is_computed_a_second_time(tiny_model, text, run, tmp_path):
+    out, words = tmp_path / "found.json", [word for word in SMALL if word != "--no-witness"]
+    run("check", tiny_model, "--format", "q4_0", "--text", text, *words, "--windows", 2, "--json", out)
+    (seen,) = json.loads(out.read_text())["witnessed"]
+    assert seen["alternative_kl"] < 1e-6 and torch.get_num_threads() >= 1
