@@ -73,9 +73,10 @@ def add_exact(queries, rows, seen, q, stored, scale, mean, log_sum):
         K and V of all requests [2, rows, kv_heads, places, head_dim], as `widen` takes them.
     scale : float
         Of the scores.
-    mean, log_sum : array
-        Attention over other tokens, float32 [tokens, heads, head_dim] and [tokens, heads], -inf where it is over none;
-        written.
+    mean : array
+        Attention over other tokens, float32 [tokens, heads, head_dim], finite; written, that over both.
+    log_sum : array
+        Of those other tokens alone, float32 [tokens, heads]; -inf where there are none.
     """
     kv_heads, places, head_dim = stored.shape[2:]
     heads = q.shape[1]
@@ -122,4 +123,3 @@ def add_exact(queries, rows, seen, q, stored, scale, mean, log_sum):
                 own_share = share / sums[more]
                 for dim in range(head_dim):
                     mean[query, to, dim] += own_share * total[more, dim] - share * mean[query, to, dim]
-                log_sum[query, to] = found - np.log(share)
