@@ -107,9 +107,7 @@ def test_other_shells_get_a_script_that_asks_kvlab(shell, root, capsys):
 def test_the_first_help_fits_a_screen(capsys):
     _, out, _ = run("--help", capsys=capsys)
     lines = out.splitlines()
-    checkout = {
-        name for verbs in cli.of_the_checkout() for name in verbs if name != "step"
-    }  # an installed kvlab has none
+    checkout = {name for verbs in cli.of_the_checkout() for name in verbs} - {"step"}  # not in an installed kvlab
     shown = [line for line in lines if not line.startswith(tuple(f"  {name} " for name in checkout))]
     assert len(lines) > len(shown) <= 24 and max(map(len, lines)) <= 100
 

@@ -130,7 +130,7 @@ def check_verb(
     no_witness: NoWitness = False,
     json: Annotated[Path | None, EVERYTHING] = None,
 ) -> int:
-    """Say whether a model bears a cache format: yes, no or cannot tell; for start scripts and CI.
+    """Say whether a model bears a cache format: yes, no or cannot tell; for start scripts.
 
     The format is measured as its engine reads it. Exit code 0: its loss is surely no more than --loss. 1: surely more.
     2: this many windows cannot tell. Wrong input is exit code 2 too, and a run that cannot be trusted 1: then nothing
