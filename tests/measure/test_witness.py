@@ -148,9 +148,7 @@ def test_a_loader_that_is_wrong_is_found_out(fault, tiny_params, tiny_windows, t
     windows = corpus.load(tiny_windows, info.model_hash)
     subject = quick_run.NamedCodec("int 4", named_recipe("int", 4), None)
     with refused(WitnessDisagrees, "witness.other-logits"):
-        quick_run.score(
-            engine, windows.test[:2], windows.context, [subject], "snapshot", partial(PlainModel, info.path)
-        )
+        quick_run.score(engine, windows.test[:2], windows.context, [subject], partial(PlainModel, info.path))
 
 
 def test_the_witness_loads_nothing_by_transformers(tiny_model):

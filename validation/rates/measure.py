@@ -50,11 +50,13 @@ def measure(
     needy = [one.recipe for one in asked if any(needs_calibration(getattr(one.recipe, s)) for s in ("k", "v"))]
     calib = windows.calib[:, : windows.context].tolist()
     fitted = calibrate(engine, calib, needy, corpus_hash=windows.corpus_hash) if needy else None
-    subjects = [quick_run.NamedCodec(one.label, one.recipe, fitted if one.recipe in needy else None) for one in asked]
+    subjects = [
+        quick_run.NamedCodec(one.label, one.recipe, fitted if one.recipe in needy else None, protocol) for one in asked
+    ]
     plain = cache(partial(PlainModel, info.path))
     rows = []
     for text, own in scored.items():
-        found = quick_run.score(engine, own, windows.context, subjects, protocol, plain)
+        found = quick_run.score(engine, own, windows.context, subjects, plain)
         documents = windows.documents.get(text)
         rows += [_row(text, *pair, documents and list(documents[:most])) for pair in zip(asked, found, strict=True)]
     engine.close()
