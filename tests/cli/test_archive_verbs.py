@@ -13,7 +13,7 @@ TEXT = "a cache that is kept " * 4
 
 
 @pytest.fixture
-def verb(tiny_params, archive_file, tmp_path, capsys):
+def verb(tiny_params, archive_file, tmp_path, line):
     """Runs a verb; flags that are not given are right, and None leaves one out."""
     (tmp_path / "text.txt").write_text(TEXT)
     params = json.dumps(tiny_params.model_dump(mode="json"))
@@ -29,14 +29,8 @@ def verb(tiny_params, archive_file, tmp_path, capsys):
 
     def run(name: str, **changed) -> tuple[int, str, str]:
         given = {"params": params} | right[name] | changed
-        words = [str(word) for key, value in given.items() if value is not None for word in (f"--{key}", value)]
-        try:
-            cli.main([name, *words])
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return code, out, err
+        words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
+        return line(name, *words)
 
     return run
 

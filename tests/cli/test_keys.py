@@ -7,23 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.cli import main as cli
 from kvlab.cli import snapshot as snapshot_verbs
 
 
 @pytest.fixture
-def run(capsys):
+def run(line):
     """Exit code, stdout and stderr of a verb, in this process."""
-
-    def one(*arguments) -> tuple[int, str, str]:
-        try:
-            cli.main([*map(str, arguments)])
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return (code, *capsys.readouterr())
-
-    return one
+    return line
 
 
 @pytest.fixture

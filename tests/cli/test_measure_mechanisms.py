@@ -8,24 +8,18 @@ import pytest
 
 from kvlab.attention import hf
 from kvlab.attention.patterns import Full
-from kvlab.cli import main as cli
 from kvlab.measure.latent import LatentCoder
 
 SPARSE, LATENT = "block_sparse:block=8,top_k=1,window=8", "latent:rank=32"
 
 
 @pytest.fixture
-def run(tiny_model, texts, capsys):
+def run(tiny_model, texts, line):
     """Exit code, stdout, and the last line of stderr."""
 
     def verb(*words) -> tuple[int, str, str]:
         small = ("--codec", "int", "--context", 64, "--eval", 32, "--windows", 2, "--calib-text", texts[1])
-        code = 0
-        try:
-            cli.main([str(word) for word in ("measure", tiny_model, "--text", texts[0], *small, *words)])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
+        code, out, err = line("measure", tiny_model, "--text", texts[0], *small, *words)
         return code, out, (err.splitlines() or [""])[-1]
 
     return verb

@@ -31,17 +31,12 @@ from refusals import refused
 
 
 @pytest.fixture
-def run(tiny_model, texts, capsys):
+def run(tiny_model, texts, line):
     """Exit code, stdout and stderr of `kvlab measure MODEL` on small windows."""
 
     def verb(*words) -> tuple[int, str, str]:
         small = ("--context", 64, "--eval", 32, "--windows", 4)
-        code = 0
-        try:
-            cli.main([str(word) for word in ("measure", tiny_model, "--text", texts[0], *small, *words)])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        return line("measure", tiny_model, "--text", texts[0], *small, *words)
 
     return verb
 

@@ -22,18 +22,9 @@ PLANTED = 1  # the layer whose keys have a channel that no grid bears
 
 
 @pytest.fixture
-def run(capsys):
+def run(line):
     """Exit code, stdout and stderr of a line."""
-
-    def verb(*words) -> tuple[int, str, str]:
-        code = 0
-        try:
-            cli.main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return verb
+    return line
 
 
 @pytest.fixture(scope="module")

@@ -7,25 +7,19 @@ import json
 import pytest
 
 import tiny
-from kvlab.cli import main as cli
 from kvlab.core.errors import Fault
 from kvlab_mechanisms.decoding.acceptance import refuse_other
 from refusals import refused
 
 
 @pytest.fixture
-def run(tiny_model, tmp_path, capsys):
+def run(tiny_model, tmp_path, line):
     """Exit code, stdout and stderr of `kvlab speculate MODEL` on small prompts."""
     text = tiny.write_text(tmp_path / "text.txt")
 
     def verb(*words) -> tuple[int, str, str]:
         small = ("--context", 32, "--tokens", 12, "--draft", 3, "--windows", 2)
-        code = 0
-        try:
-            cli.main([str(word) for word in ("speculate", tiny_model, "--text", text, *small, *words)])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        return line("speculate", tiny_model, "--text", text, *small, *words)
 
     return verb
 

@@ -12,27 +12,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
-from kvlab.cli import main as cli
 from kvlab.core import hub
 
 TEXT = "lomi shavo pel driren tuan kalo mi. " * 6
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path, monkeypatch, line):
     """Exit code, stdout and stderr of a verb, in a folder that holds a text and no params.yaml."""
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text(TEXT)
-
-    def verb(*words) -> tuple[int, str, str]:
-        code = 0
-        try:
-            cli.main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return verb
+    return line
 
 
 @torch.no_grad()

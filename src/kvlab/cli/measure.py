@@ -169,14 +169,14 @@ def _picked(found) -> str:
     if taken:
         line = (
             f"{_name(taken)}, the fewest bits ({taken.bits_per_value:.2f}) of those that a model can run with and whose"
-            f" KL is surely small (95 % up to {_number(taken.kl.high)}, below {pick['below']:.2g})"
+            f" KL is surely small (95 % up to {in_digits(taken.kl.high)}, below {pick['below']:.2g})"
         )
         if taken.table_bytes and taken.pays_from:
             line += f"; with its tables it is smaller than bfloat16 from {taken.pays_from} tokens on"
     elif nearest:
         line = (
             f"none, as no row that a model can run with has a KL that is surely small (95 % below {pick['below']:.2g});"
-            f" the nearest is {_name(nearest)}, up to {_number(nearest.kl.high)}: give more --bits, or more windows"
+            f" the nearest is {_name(nearest)}, up to {in_digits(nearest.kl.high)}: give more --bits, or more windows"
         )
     else:
         line = "none, as a model can run with none of these rows"
@@ -194,8 +194,8 @@ def _row(row, context: int) -> dict:
         "codec": row.codec,
         "bits": _bits(row.bits),
         "bits/value": f"{row.bits_per_value:.2f}",
-        "KL": _number(row.kl.value),
-        "95 %": f"{_number(row.kl.low)} to {_number(row.kl.high)}",
+        "KL": in_digits(row.kl.value),
+        "95 %": f"{in_digits(row.kl.low)} to {in_digits(row.kl.high)}",
         "same top token": f"{100 * row.top1.value:.1f} %",
         "how large": row.words,
         "MiB": f"{row.stored * context / MIB:.3g}",
@@ -212,8 +212,8 @@ def _pair(pair) -> dict:
     return {
         "difference": f"{pair.codec} - {pair.against}",
         "bits": _bits(pair.bits),
-        "KL": _number(pair.kl.value, "+"),
-        "95 %": f"{_number(pair.kl.low, '+')} to {_number(pair.kl.high, '+')}",
+        "KL": in_digits(pair.kl.value, "+"),
+        "95 %": f"{in_digits(pair.kl.low, '+')} to {in_digits(pair.kl.high, '+')}",
         "same top token": f"{100 * pair.top1.value:+.1f} points",
         "costs less": "not told apart" if pair.kl.low <= 0 <= pair.kl.high else better,
     }
@@ -231,5 +231,6 @@ def _bits(bits: float | None) -> str:
     return "" if bits is None else f"{bits:g}"
 
 
-def _number(value: float, sign: str = "") -> str:
+def in_digits(value: float, sign: str = "") -> str:
+    """A KL for people: four decimals, or two digits and an exponent where it is smaller."""
     return f"{value:{sign}.4f}" if value == 0 or abs(value) >= SMALL else f"{value:{sign}.1e}"

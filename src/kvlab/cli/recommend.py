@@ -26,7 +26,7 @@ from kvlab.cli.flags import (
     window_count,
     word,
 )
-from kvlab.cli.measure import MIB, _number
+from kvlab.cli.measure import MIB, in_digits
 from kvlab.core.errors import UnknownName, UserError
 from kvlab.output.terminal import as_text, printable
 
@@ -167,8 +167,8 @@ def check_verb(
     kl = row.found.kl
     limit = bound(loss, found.floor.kl.value)
     print(
-        f"{said}: {row.setting.name} in {serving.name} costs KL {_number(kl.value)} nats per token, 95 %"
-        f" {_number(kl.low)} to {_number(kl.high)}, which is {_ends(row.verdict.possible)}; {loss} ends at"
+        f"{said}: {row.setting.name} in {serving.name} costs KL {in_digits(kl.value)} nats per token, 95 %"
+        f" {in_digits(kl.low)} to {in_digits(kl.high)}, which is {_ends(row.verdict.possible)}; {loss} ends at"
         f" {limit:.2g}. Same top token {100 * row.found.top1.value:.1f} %, {row.setting.bits:.2f} bits per value"
     )
     print("\n".join(map(printable, found.about)))
@@ -235,8 +235,8 @@ def _advised(line, facts: dict, floor: float, wish) -> Iterator[str]:
     kl, top = line.confirmed.kl, line.confirmed.top1
     yield (
         f"{engine.name}: {setting.name}, {setting.bits:.2f} bits per value. Its loss on text that chose nothing is"
-        f" {_ends(verdict(kl, floor).possible)}{_doubt(line)}: KL {_number(kl.value)}, 95 % {_number(kl.low)} to"
-        f" {_number(kl.high)}, same top token {100 * top.value:.1f} %"
+        f" {_ends(verdict(kl, floor).possible)}{_doubt(line)}: KL {in_digits(kl.value)}, 95 % {in_digits(kl.low)} to"
+        f" {in_digits(kl.high)}, same top token {100 * top.value:.1f} %"
     )
     yield f"  {engine.told(facts['model'], setting.format, setting.exact)}"
     if setting.format.needs:
@@ -262,7 +262,7 @@ def _ends(possible: tuple[str, ...]) -> str:
 
 def _figures(found) -> dict:
     return {
-        "KL": _number(found.kl.value),
-        "95 %": f"{_number(found.kl.low)} to {_number(found.kl.high)}",
+        "KL": in_digits(found.kl.value),
+        "95 %": f"{in_digits(found.kl.low)} to {in_digits(found.kl.high)}",
         "same top token": f"{100 * found.top1.value:.1f} %",
-    } | {name: _number(value) for name, value in found.quantiles.items()}
+    } | {name: in_digits(value) for name, value in found.quantiles.items()}
