@@ -82,16 +82,17 @@ def absorb(q, heads, way, a, to):
 
 
 @compiled
-def _add(weights, lines, out):
-    """Add lines [n, tokens or more] by weights [n] to `out` [tokens]; four lines at once."""
-    whole = len(weights) // 4 * 4
-    for line in range(0, whole, 4):
-        w, x, y, z = weights[line], weights[line + 1], weights[line + 2], weights[line + 3]
-        a, b, c, d = lines[line], lines[line + 1], lines[line + 2], lines[line + 3]
+def _add(weights, lines, first, at, out):
+    """Add lines from `first` on by weights [n], tokens from `at` on, to `out` [tokens]; four lines at once."""
+    whole, end = len(weights) // 4 * 4, at + len(out)
+    for number in range(0, whole, 4):
+        w, x, y, z = weights[number], weights[number + 1], weights[number + 2], weights[number + 3]
+        line = first + number
+        a, b, c, d = lines[line, at:end], lines[line + 1, at:end], lines[line + 2, at:end], lines[line + 3, at:end]
         for token in range(len(out)):
             out[token] += w * a[token] + x * b[token] + y * c[token] + z * d[token]
-    for line in range(whole, len(weights)):
-        w, a = weights[line], lines[line]
+    for number in range(whole, len(weights)):
+        w, a = weights[number], lines[first + number, at:end]
         for token in range(len(out)):
             out[token] += w * a[token]
 
@@ -146,9 +147,9 @@ def attend(runs, rows, slots, first, k, v, cos, sin, heads, absorbed, until, see
                 out[:] = 0
                 group = row % heads // per
                 low, high = 0 if group == 0 else ka.end[group - 1] + 2, ka.end[group] + 2
-                _add(absorbed.lines[source, low:high], k_z[low:high], out)
-                _add(absorbed.turned[source, :half], cos[:, at : at + count], out)
-                _add(absorbed.turned[source, half:], sin[:, at : at + count], out)
+                _add(absorbed.lines[source, low:high], k_z, low, 0, out)
+                _add(absorbed.turned[source, :half], cos, 0, at, out)
+                _add(absorbed.turned[source, half:], sin, 0, at, out)
             for number in range(beside):
                 group, component = k_further.component[number] // width, k_further.component[number] % width
                 token, value = k_further.token[number], k_further.value[number]

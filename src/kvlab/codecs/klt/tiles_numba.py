@@ -22,6 +22,7 @@ from kvlab.codecs.klt.vectors_numba import floats_of, look_up
 from kvlab.codecs.shared.compiled import compiled
 
 TILE = 256  # tokens: their symbols and components stay in a near cache, and a step over them pays its beginning
+MANY = 24  # tokens of a tile from which it is sooner to read the bits of all of them
 SCALE_END = COUNT_BITS + SCALE_BITS
 
 
@@ -203,11 +204,20 @@ def _symbols(columns, count, a, e, symbols):
 @compiled
 def _numbers(symbols, tokens, component, place, first, last, out):
     """The number of each token whose bits, lowest first, lie at `first` to `last`, into int32 [tokens]."""
-    out[: len(tokens)] = 0
+    if len(tokens) < MANY:
+        out[: len(tokens)] = 0
+        for at in range(first, last):
+            own, down, up = symbols[component[at]], place[at], at - first
+            for number in range(len(tokens)):
+                out[number] |= int32((own[tokens[number]] >> down) & 1) << up
+        return
+    whole = np.zeros(TILE, np.int32)
     for at in range(first, last):
-        own, down, up = symbols[component[at]], place[at], at - first
-        for number in range(len(tokens)):
-            out[number] |= int32((own[tokens[number]] >> down) & 1) << up
+        own, down, up = symbols[component[at]], place[at] & 7, int32(at - first)
+        for token in range(TILE):
+            whole[token] |= int32(uint8(own[token] >> down) & uint8(1)) << up
+    for number in range(len(tokens)):
+        out[number] = whole[tokens[number]]
 
 
 @compiled
@@ -269,7 +279,7 @@ def _escaped(symbols, tokens, pairs, group, a, e, z, further, count):
             out[tokens[number]] = table[own[tokens[number]] >> down]
     index, half, first = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.int32), COUNT_BITS
     begun = count
-    for _ in range(pairs):
+    for pair in range(pairs):
         middle = first + e.index_bits
         _numbers(symbols, tokens, component, place, first, middle, index)
         first = middle + VALUE_BITS
@@ -279,7 +289,7 @@ def _escaped(symbols, tokens, pairs, group, a, e, z, further, count):
             if index[number] >= width or not np.isfinite(value):
                 return -IMPOSSIBLE
             same = -1  # what a forged row names twice is what it says last, as for the codec
-            for at in range(begun, count):
+            for at in range(begun if pair else count, count):
                 if further.token[at] == tokens[number] and further.component[at] == group * width + index[number]:
                     same = at
             if same >= 0:
