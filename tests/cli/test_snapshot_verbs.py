@@ -402,8 +402,8 @@ def recipe(tmp_path) -> Path:
 def test_verify_with_another_recipe_says_that_it_could_not_decode(run, tiny_model, ids, tmp_path, recipe):
     from kvlab.cache.files.recipe import write_recipe_file
     from kvlab.codecs.fp8 import Fp8Stream
+    from kvlab.core.codec_settings import IdentityStream
     from kvlab.core.recipe import Recipe
-    from kvlab.core.settings import IdentityStream
 
     flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK, "--recipe", recipe)
     assert run("save", tmp_path / "coded", *flags)[0] == 0

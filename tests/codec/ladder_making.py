@@ -28,7 +28,7 @@ from kvlab.codecs.shared import whitening
 from kvlab.codecs.turboquant import TurboQuantStream
 from kvlab.codecs.vllm_types import VllmStream
 from kvlab.codecs.wush import WushStream
-from kvlab.core.settings import IdentityStream
+from kvlab.core.codec_settings import IdentityStream
 
 BLOCK = 32
 LAYER = making.SITE.layer

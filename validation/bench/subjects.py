@@ -16,10 +16,10 @@ from kvlab.codecs.registry import build
 from kvlab.codecs.shared import whitening
 from kvlab.codecs.shared.metric import ridged
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
+from kvlab.core.codec_settings import Conditioned, IdentityStream
 from kvlab.core.errors import CapabilityError
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, WHOLE, Recipe, StreamRecipe
-from kvlab.core.settings import Conditioned, IdentityStream
 from kvlab_pipeline.studies.ladder.plan import rungs
 from validation.bench.rivals import LIBRARIES, EncodedTensor, Library, LibraryCodec, usable
 from validation.bench.sources import StreamSample

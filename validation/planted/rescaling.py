@@ -27,8 +27,8 @@ from kvlab.codecs.int import IntStream
 from kvlab.codecs.klt import KltStream, components
 from kvlab.codecs.shared import whitening
 from kvlab.codecs.shared.metric import ridged, rotated
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.recipe import Recipe, StreamRecipe
-from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import Engine, Part
 from kvlab.engines.hooks import attention_layers
 from kvlab.measure.coding import Coded, Coder
