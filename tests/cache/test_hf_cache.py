@@ -31,10 +31,10 @@ from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.isotropic import IsotropicStream
 from kvlab.codecs.kivi import KiviStream
-from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.klt import KltStream
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.registry import build
-from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared import components, whitening
 from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.model import resolve

@@ -24,8 +24,8 @@ from kvlab.codecs.base import Site
 from kvlab.codecs.block import BlockStream
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
-from kvlab.codecs.klt import KltStream, components
-from kvlab.codecs.shared import whitening
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.shared import components, whitening
 from kvlab.codecs.shared.metric import ridged, rotated
 from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.recipe import Recipe, StreamRecipe

@@ -33,9 +33,9 @@ from kvlab.calibration.archive import Archive, filed
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import coded_by, reads
 from kvlab.codecs.base import StreamCalibration
-from kvlab.codecs.klt.components import Components
 from kvlab.codecs.klt.synthesis import Decoding
 from kvlab.codecs.registry import fit_class
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import CalibrationMismatch, StorageError
