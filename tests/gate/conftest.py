@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from kvlab_pipeline.gate_page.audit import mutations
+from kvlab_pipeline.gate_page.corruptions import mutations
 
 every = functools.cache(mutations.table)
 
