@@ -23,7 +23,7 @@ from kvlab.codecs.registry import build
 from kvlab.core.recipe import Recipe
 
 CODED = Recipe(k=KltStream(bits=3), v=HadamardStream(bits=3))
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 
 @pytest.fixture(scope="session")
