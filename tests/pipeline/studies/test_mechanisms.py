@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 import torch
-from kvlab.core.settings import IdentityStream
+from kvlab.core.codec_settings import IdentityStream
 from pydantic import ValidationError
 
 from kvlab.codecs.fp8 import Fp8Stream
