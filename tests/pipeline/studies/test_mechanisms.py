@@ -5,11 +5,11 @@ from __future__ import annotations
 import polars as pl
 import pytest
 import torch
-from kvlab.core.codec_settings import IdentityStream
 from pydantic import ValidationError
 
 from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.codecs.hadamard import HadamardStream
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import (
     CapabilityError,
     CodecNotActive,
