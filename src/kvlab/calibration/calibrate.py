@@ -20,9 +20,9 @@ from kvlab.calibration.sigma import second_moments
 from kvlab.calibration.tables import fit_table, residual_pool
 from kvlab.calibration.whole import fit_whole
 from kvlab.codecs.block import BlockStream
-from kvlab.codecs.klt.components import Components
 from kvlab.codecs.registry import fit_class
 from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import ModelInfo

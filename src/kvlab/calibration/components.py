@@ -22,8 +22,8 @@ from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
-from kvlab.codecs.klt import components as klt
-from kvlab.codecs.klt.components import TINY, Components
+from kvlab.codecs.shared import components as klt
+from kvlab.codecs.shared.components import TINY, Components
 from kvlab.codecs.shared.metric import ridged
 from kvlab.codecs.shared.moments import Moments
 from kvlab.codecs.shared.turning import turned_about, turned_moments

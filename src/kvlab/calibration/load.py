@@ -18,7 +18,7 @@ from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.calibration.whole import Whole
 from kvlab.codecs.base import StreamCalibration
 from kvlab.codecs.klt import KltStream
-from kvlab.codecs.klt.components import Components
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import ModelInfo

@@ -7,9 +7,9 @@ from typing import NamedTuple, get_args
 
 from kvlab.codecs.isotropic import IsotropicStream
 from kvlab.codecs.klt import KltStream
+from kvlab.core.codec_settings import Kind, Tensor
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import CODECS, Cell, Placement, PluginStream, Recipe, StreamRecipe, digest
-from kvlab.core.settings import Kind, Tensor
 
 FILES: dict[Kind, str] = {
     "whitener": "sigma",

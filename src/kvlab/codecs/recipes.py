@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.catalogue import AS_PUBLISHED, CONDITIONABLE, PUBLISHED, UNSTORED, has_bits
 from kvlab.codecs.plugins import names, plugin_stream, settings_of
+from kvlab.core.codec_settings import Conditioned
 from kvlab.core.errors import CapabilityError, ParamsError, UnknownName
 from kvlab.core.params import Params
 from kvlab.core.recipe import CODECS, STREAMS, Recipe, StreamRecipe
-from kvlab.core.settings import Conditioned
 
 CONDITIONS = {
     "": {},

@@ -33,16 +33,16 @@ from kvlab.calibration.archive import Archive, filed
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import coded_by, reads
 from kvlab.codecs.base import StreamCalibration
-from kvlab.codecs.klt.components import Components
 from kvlab.codecs.klt.synthesis import Decoding
 from kvlab.codecs.registry import fit_class
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.shared.whitening import Whitener
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import CalibrationMismatch, StorageError
 from kvlab.core.filekind import refuse_caches
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Recipe, StreamRecipe, canonical, digest
 from kvlab.core.records import atomic, fingerprint, from_header, sha256, to_header, versions
-from kvlab.core.settings import Frozen
 
 FORMAT, VERSION = "kvlab-calibration", 3
 AGAIN = "write it again with `kvlab calibrate`"

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvlab.cache.pages.attention import Attended, Keys, compiled
 from kvlab.cache.pages.exact import ExactStore
 from kvlab.cache.pages.rope import MeanByPosition, Rotation, Unturned
-from kvlab.cache.pages.rows import Rows
+from kvlab.cache.pages.token_bytes import Rows
 from kvlab.codecs.klt.reading import Looked, RowReader
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.core.errors import CodecNotActive

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvlab.cache.hf.rope import RopeTurn, refuse_lossy, rotate, unrotate
+from kvlab.cache.hf.rope import RopeTurn, apply_rope, refuse_lossy, undo_rope
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 
@@ -48,11 +48,11 @@ class Rotation:
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
         """K [heads, n, head_dim] as attention sees it, as it was before, float32; `positions` are int64 [n]."""
-        return unrotate(k, self.cos[positions], self.sin[positions])
+        return undo_rope(k, self.cos[positions], self.sin[positions])
 
     def redo(self, k: Tensor, positions: Tensor) -> Tensor:
         """The way back."""
-        return rotate(k, self.cos[positions], self.sin[positions])
+        return apply_rope(k, self.cos[positions], self.sin[positions])
 
 
 class Unturned:
