@@ -56,7 +56,7 @@ def recommend_verb(
         float | None, number("instead: the least loss within so many bits per value", float, metavar="N")
     ] = None,
     tokens: Annotated[int | None, number("memory is told of so many; default: the model's positions", whole(1))] = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     context: Context = 512,
     eval: Eval = 128,
     windows: Annotated[int, window_count("so many, spread over the text; half choose, half confirm", MOST)] = MOST,
@@ -85,6 +85,7 @@ def recommend_verb(
     if bits is not None and not 0 < bits <= 16:
         raise UserError(f"--bits {bits:g}; allowed: more than 0, at most 16")
     config = checked.config_of(model)
+    args.dtype = checked.dtype_of(dtype, config)
     scored = checked.readable_text(text, context + eval, config)
     for file in (json, html):
         checked.writable(file)
@@ -123,7 +124,7 @@ def check_verb(
     ] = (),
     loss: Annotated[str, choice("how much may be lost; default: small", LOSSES)] = "small",
     text: Annotated[Path | None, path("the text that is predicted; default: docstrings of installed packages")] = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     context: Context = 512,
     eval: Eval = 128,
     windows: Annotated[int, window_count("so many, spread over the text", MOST_CHECKED)] = MOST_CHECKED,
@@ -143,6 +144,7 @@ def check_verb(
     from kvlab.cli import checked as inputs
 
     config = inputs.config_of(model)
+    args.dtype = inputs.dtype_of(dtype, config)
     serving, asked = format_named(format, engine)
     if skip_layers and not asked.apart:
         raise UserError(f"--skip-layers: {serving.name} leaves no layers out; leave it out")
