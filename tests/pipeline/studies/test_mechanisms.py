@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.codecs.hadamard import HadamardStream
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import (
     CapabilityError,
     CodecNotActive,
@@ -21,7 +22,6 @@ from kvlab.core.errors import (
 from kvlab.core.model import resolve
 from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab.core.records import CANARY_MIN
-from kvlab.core.settings import IdentityStream
 from kvlab.engines import registry
 from kvlab.engines.registry import start as real_start
 from kvlab.measure import engines as lab_engines

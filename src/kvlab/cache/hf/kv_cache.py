@@ -32,12 +32,12 @@ from kvlab.cache.hf.attention import FEW, passes_here, register_attention
 from kvlab.cache.hf.codec_tables import Calibration, LayerShape, tables_of
 from kvlab.cache.hf.layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
 from kvlab.cache.hf.rope import ForwardSeen, Watch, find_rotary, refuse_lossy, turns, turns_by_layer
-from kvlab.cache.hf.rows import Straight, TokenRow
+from kvlab.cache.hf.sequences import Straight, TokenRow
 from kvlab.codecs.shared.apart import apart
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.decoder import FULL, SLIDING
 from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.recipe import Placement, Recipe
-from kvlab.core.settings import IdentityStream
 
 Semantics = Literal["in_forward", "serving"]
 

@@ -18,10 +18,10 @@ from transformers import Cache, DynamicCache
 from kvlab.cache.hf.expected_fires import counts
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.int import IntStream
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CodecNotActive, Fault
 from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab.core.records import CANARY_MIN, TWO_PASSES
-from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import ContextCache, Storage
 from kvlab.engines.hf.engine import HFEngine
 from kvlab.measure.engines import Visit
