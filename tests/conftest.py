@@ -125,7 +125,8 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
         "noise": {"windows": 3, "sigmas": [0.03, 0.1, 0.3], "groups": ["all", "boundary"]},
         "mitigations": {"windows": 3, "budget": 14.0, "uniform": [[3, 2], [6, 4]]},
         "ladder": {"windows": 3, "fewer": 3, "bits": [2, 4], "conditioned": ["hadamard"]},
-        "mechanisms": {"dtype": "float32", "codecs": ["klt", "int", "fp8", "archive"], "bits": [2], "needles": 4},
+        "mechanisms": {"dtype": "float32", "codecs": ["klt", "int", "fp8", "archive"], "bits": [2], "needles": 4}
+        | {"cached_bits": [2]},
         "kvstore": {
             "restore": {"chunk_tokens": 8, "prompts": 2, "decode": 4, "lengths": [48, 96], "suffix": 8, "repeats": 3}
             | {"codecs": ["klt", "fp8"]},

@@ -63,8 +63,11 @@ class Mechanisms(Section):
     )
     caches: tuple[Laddered, ...] = Field(
         default=(),
-        description="codecs in `kvlab.Cache` as transformers' `generate` uses it, at each of `bits`, on hf: the context"
-        " in one call, then token after token; none: leave them out",
+        description="codecs in `kvlab.Cache` as transformers' `generate` uses it, at each of `cached_bits`, on hf: the"
+        " context in one call, then token after token; none: leave them out",
+    )
+    cached_bits: tuple[Bits, ...] = Field(
+        default=(2, 4), min_length=1, description="of both streams of `caches`; default: `bits`"
     )
     cached_tokens: int = Field(default=16, ge=2, description="tokens after each window's context that `caches` score")
     patterns: tuple[str, ...] = Field(
@@ -96,7 +99,7 @@ class Mechanisms(Section):
     def fitted(self, params: Params) -> Mechanisms:
         """The protocols of the run, and the codecs that are measured at all, or can be under these protocols."""
         forward = tuple(codec for codec in self.codecs if codec in self.in_forward)
-        found = self.unsaid(protocols=tuple(dict.fromkeys(params.protocols)))
+        found = self.unsaid(protocols=tuple(dict.fromkeys(params.protocols)), cached_bits=self.bits)
         cut = {"in_forward": forward}
         if "snapshot" not in found.protocols and not {"protocols", "codecs"} <= self.model_fields_set:
             cut["codecs"] = tuple(codec for codec in self.codecs if codec not in KEPT_WHOLE) or self.codecs

@@ -116,15 +116,17 @@ def variants(params: Params, engine: str) -> list[PlannedVariant]:
     found = [PlannedVariant(BASELINE, BASELINE, "none")]
     settings = params.mechanisms
     if engine in CACHED:
-        for codec, bits in _each(settings.caches, settings):
+        for codec, bits in _each(settings.caches, settings.cached_bits, settings):
             found.append(_coded(params, engine, codec, bits, "snapshot", SERVED)._replace(cached=True))
     for protocol in (there := protocols(params, engine)):
         codecs = settings.in_forward if protocol == "in_forward" else settings.codecs
-        found += [_coded(params, engine, codec, bits, protocol) for codec, bits in _each(codecs, settings)]
+        each = _each(codecs, settings.bits, settings)
+        found += [_coded(params, engine, codec, bits, protocol) for codec, bits in each]
     if engine == "vllm":
         found += [_stored(dtype) for dtype in settings.cache_dtypes]
     if ENGINES[engine].paged:
-        found += [_paged(params, engine, codec, bits) for codec, bits in _each(settings.pages, settings)]
+        each = _each(settings.pages, settings.bits, settings)
+        found += [_paged(params, engine, codec, bits) for codec, bits in each]
     if "snapshot" in there:
         found += [_keeping(params, engine, name) for name in settings.kept]
     return found + [_patterned(name) for name in settings.patterns]
@@ -141,9 +143,9 @@ def protocols(params: Params, engine: str) -> tuple[str, ...]:
     return tuple(one for one in params.mechanisms.protocols if one not in left_out)
 
 
-def _each(codecs: Sequence[str], settings: Mechanisms) -> list[tuple[str, int | None]]:
+def _each(codecs: Sequence[str], bits: Sequence[int], settings: Mechanisms) -> list[tuple[str, int | None]]:
     """Codecs at each of their bits; some have none."""
-    return [(codec, one) for codec in codecs for one in rates(codec, settings.bits, settings.whole_bits)]
+    return [(codec, one) for codec in codecs for one in rates(codec, bits, settings.whole_bits)]
 
 
 def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: str, word: str = "") -> PlannedVariant:
