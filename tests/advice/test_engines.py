@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.advice.engines import DEVICES, SERVING
-from kvlab.advice.serving import EXACT
+from kvlab.advice.serving import EXACT, OwnFormat
+from kvlab.advice.serving_engines import DEVICES, SERVING
 from kvlab.cli.recommending import bits_of
 from kvlab.core.model import resolve_folder
 
@@ -24,11 +24,11 @@ BITS = {  # of heads of 64, as docs/codecs.md says
 @pytest.mark.parametrize(("engine", "one"), FORMATS, ids=[f"{e.name}-{f.name}" for e, f in FORMATS])
 def test_every_format_is_a_recipe_and_a_line(engine, one, tiny_model):
     info = resolve_folder(tiny_model)
-    assert one.recipe.placement == "post_rope" and {*one.devices} <= {*DEVICES}
-    assert 2 < bits_of(one.recipe, info) <= 16
+    assert (one.recipe.placement == "pre_rope") == isinstance(one, OwnFormat) and {*one.devices} <= {*DEVICES}
+    assert isinstance(one, OwnFormat) or 2 < bits_of(one.recipe, info) <= 16
     line = engine.told("MODEL", one, (0, 2) if engine.skipped else ())
     assert "MODEL" in line and (one.option or one.name) in line and "{" not in line.replace("{" + one.option + "}", "")
-    assert ("--kv-cache-dtype-skip-layers 0 2" in line) == bool(engine.skipped)
+    assert ("--kv-cache-dtype-skip-layers 0 2" in line) == (bool(engine.skipped) and not isinstance(one, OwnFormat))
     assert one.apart <= bool(engine.skipped) and engine.sources and engine.unmeasured and engine.held
 
 
@@ -67,7 +67,7 @@ def test_vllm_takes_what_is_said_of_it():
         for file in (root / "v1/attention/backends").glob("*.py")
         if (found := re.search(r"supported_kv_cache_dtypes[^=]*= \[(.*?)\]", file.read_text(), re.DOTALL))
     }
-    for one in SERVING["vllm"].formats:
+    for one in (one for one in SERVING["vllm"].formats if not isinstance(one, OwnFormat)):
         option = one.option or one.name
         assert option in known, option
         on_cpu = option in backends["cpu_attn"]

@@ -6,16 +6,22 @@ import contextlib
 import io
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from kvlab.advice.engines import SERVING
 from kvlab.advice.page import page
+from kvlab.advice.serving_engines import SERVING
 from kvlab.advice.verdicts import CLASSES, OPEN
+from kvlab.cache.files.calibration import load_calibration
+from kvlab.cache.files.recipe import read_recipe_file
 from kvlab.cli import main as cli
+from kvlab.cli import recommending
+from kvlab.codecs.recipes import named_recipe
+from kvlab.core.model import resolve_folder
 
 SMALL = ("--context", 64, "--eval", 32, "--no-witness")
 PLANTED = 1  # the layer whose keys have a channel that no grid bears
@@ -91,6 +97,7 @@ def test_everything_is_told(found):
     on_cuda = {one.name for engine in SERVING.values() for one in engine.formats if "cuda" in one.devices}
     measured = {row["format"] for row in data["finished"]}
     ends = {name for name in on_cuda if name.startswith("turboquant")}  # leave all four layers in 16 bits
+    own = {"klt-4", "klt-3", "klt-2", "hadamard-4"}
     assert measured == on_cuda - ends - {"fp8"}  # which is another's fp8_e4m3
     for row in data["finished"]:
         assert row["kl"]["low"] <= row["kl"]["value"] <= row["kl"]["high"]
@@ -98,7 +105,82 @@ def test_everything_is_told(found):
         assert row["verdict"] in (*CLASSES, OPEN) and row["format"] in said
     assert 0 < data["floor"]["kl"]["value"] < 1e-4 and "rounding to bfloat16" in said
     assert all(line["paste"] in said and line["not_measured"] in said for line in data["lines"])
-    assert line_of(data, "vllm")["refused"].keys() == {"fp8_e4m3-cpu", "fp8_e5m2-cpu", "ultraquant_4bit", *ends}
+    assert line_of(data, "vllm")["refused"].keys() == {"fp8_e4m3-cpu", "fp8_e5m2-cpu", "ultraquant_4bit", *ends, *own}
+
+
+@pytest.fixture(scope="module")
+def own(tiny_model, text, tmp_path_factory):
+    """What is recommended on a CPU, where vLLM's pages and kvlab.Cache take kvlab's own codecs: JSON and output."""
+    out, said = tmp_path_factory.mktemp("own") / "found.json", io.StringIO()
+    with contextlib.redirect_stdout(said):
+        words = ("recommend", tiny_model, "--text", text, *SMALL, "--windows", 4, "--loss", "noticeable")
+        cli.main([str(word) for word in (*words, "--engine", "vllm", "transformers", "--device", "cpu", "--json", out)])
+    return json.loads(out.read_text()), said.getvalue()
+
+
+def test_ones_own_codecs_are_candidates_where_an_engine_takes_them(own, found):
+    rows = {row["format"]: row for row in own[0]["finished"]}
+    assert rows["klt-4"]["engines"] == ["vllm", "transformers"] and "docstrings" in own[0]["calibrated"]
+    assert rows["klt-4"]["kl"]["value"] < rows["klt-2"]["kl"]["value"] < rows["quanto-int2"]["kl"]["value"]
+    assert 3.5 < rows["klt-4"]["bits_per_value"] < 4.5 and 1.5 < rows["klt-2"]["bits_per_value"] < 2.5
+    on_cuda = {row["format"]: row["engines"] for row in found[0]["finished"]}
+    assert on_cuda["klt-4"] == ["transformers"]  # the loops of vLLM's pages are for CPUs
+
+
+def test_the_line_of_ones_own_codec_fits_what_was_measured(own, run, tmp_path, monkeypatch):
+    line = line_of(own[0], "transformers")
+    assert line["chosen"]["format"].startswith("klt") and line["paste"] in own[1] and line["table_bytes"] > 0
+    monkeypatch.chdir(tmp_path)
+    _, *words = line["paste"].partition("  #")[0].split()
+    code, _, err = run(*words)
+    assert code == 0, err
+    (file,) = tmp_path.glob("*.kv")
+    info = resolve_folder(Path(words[words.index("--model") + 1]))
+    assert read_recipe_file(file).recipe.recipe_id == line["chosen"]["recipe_id"]
+    fitted = load_calibration(file, info)
+    assert own[0]["calibration"] == {"corpus_hash": fitted.corpus_hash, "sigma_hash": fitted.sigma_hash}
+
+
+def test_what_is_scored_is_not_calibrated_on(tiny_model, text, run):
+    words = ("--text", text, *SMALL, "--windows", 4)
+    code, said, err = run("recommend", tiny_model, *words, "--engine", "transformers", "--calib-text", text)
+    assert (code, said) == (2, "") and "must not have been calibrated on" in err
+    code, said, err = run("check", tiny_model, "--format", "klt-4", *SMALL)
+    assert (code, said) == (2, "") and "--calib-text" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("control", "instead", "code"),
+    [("one bit", named_recipe("int", 8), "not-active.control"), ("16 bits", named_recipe("int", 2), "fault.floor")],
+)
+def test_no_verdict_without_its_controls(control, instead, code, tiny_model, text, run, monkeypatch, tmp_path):
+    monkeypatch.setitem(recommending.CONTROLS, control, instead)
+    out, seen = tmp_path / "out.json", []
+    told = recommending.FormatBench.control
+
+    def noted(self, protocols):
+        try:
+            told(self, protocols)
+        except Exception as error:
+            seen.append(error.code)
+            raise
+
+    monkeypatch.setattr(recommending.FormatBench, "control", noted)
+    for words in (("recommend", "--engine", "llama.cpp"), ("check", "--format", "q8_0")):
+        verb, *rest = words
+        ended = run(verb, tiny_model, "--text", text, *rest, *SMALL, "--windows", 4, "--json", out)
+        assert ended[:2] == (1, "") and "control failed" in ended[2] and not out.exists()
+    assert seen == [code, code]
+
+
+def test_the_controls_are_told(found):
+    data, said, _ = found
+    assert data["controls"].keys() == {"snapshot", "in_forward"}
+    assert all(each["one_bit"] > 0.101913 and each["same"] < 1e-6 for each in data["controls"].values())
+    assert said.count("controls ") == 2
+    for line in data["lines"]:
+        if line["chosen"]:
+            assert sum(line["confirmed"]["by_confidence"].values()) > 0 and "99.9 % of tokens below" in said
 
 
 class Elements(HTMLParser):

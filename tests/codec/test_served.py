@@ -85,6 +85,28 @@ def test_the_rotation_is_llama_cpps(head_dim, turned_k):
         assert off.max() < 0.02 and (off > 1e-4).float().mean() < 0.01  # a value on an edge may fall to either side
 
 
+# --- SGLang --------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_4_bit_floats_are_by_sglangs_rule(name):
+    """Written out: the exponent that brings the largest of 16 to 6 or less, then the nearest level, ties outwards."""
+    x = ROWS[name].to(torch.bfloat16).float()
+    (codes, scales), decoded = coded(VllmStream(format="fp4_e2m1"), ROWS[name])
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = x.reshape(-1, 16).double().numpy()
+    power = np.ceil(np.log2(np.maximum(np.abs(groups).max(1) / 6, 1e-10)))
+    assert np.array_equal(scales.flatten().numpy(), power + 127)
+    scaled = np.abs(groups) / 2.0 ** power[:, None]
+    assert scaled.max() <= 6
+    away = np.abs(scaled[..., None] - levels)
+    place = len(levels) - 1 - away[..., ::-1].argmin(-1)  # of two that are as near, the larger
+    due = np.sign(groups) * levels[place] * 2.0 ** power[:, None]
+    assert np.array_equal(decoded.reshape(-1, 16).double().numpy(), due)
+    signed = (place | 8 * (groups < 0)).reshape(x.shape[1], -1)
+    assert np.array_equal(codes.reshape(x.shape[1], -1).numpy(), signed[:, 0::2] | signed[:, 1::2] << 4)
+
+
 # --- vLLM ----------------------------------------------------------------------------------------------------------
 
 

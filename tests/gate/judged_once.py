@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from kvlab_pipeline.gate_page.audit import mutations
+from kvlab_pipeline.gate_page.corruptions import mutations
 
 table = mutations.table
 every = functools.cache(table)

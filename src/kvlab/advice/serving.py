@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlab.codecs.recipes import named_recipe
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.recipe import Recipe
-from kvlab.core.settings import IdentityStream
 
 EXACT = "16 bits"
 """In the place of a codec: K or V as the engine holds them without a format."""
@@ -34,6 +34,8 @@ class CacheFormat:
         Layers at either end that the engine leaves in 16 bits by itself.
     apart : bool
         Whether single layers may be left in 16 bits by the engine's line.
+    line, held, unmeasured : str
+        In the place of the engine's, where they are of this format alone.
     """
 
     name: str
@@ -45,6 +47,9 @@ class CacheFormat:
     multiple: int = 1
     exact_ends: int = 0
     apart: bool = False
+    line: str = ""
+    held: str = ""
+    unmeasured: str = ""
 
     @property
     def recipe(self) -> Recipe:
@@ -62,6 +67,29 @@ class CacheFormat:
 
 
 @dataclass(frozen=True)
+class OwnFormat(CacheFormat):
+    """One of kvlab's own codecs in an engine that can take it; K is coded before its rotary embedding.
+
+    Parameters
+    ----------
+    codec : str
+    bits : int
+        Per value of K and of V.
+    place : str
+        Where the engine holds it, as `kvlab.cli.costs.ABLE` names it.
+    """
+
+    codec: str = ""
+    bits: int = 0
+    place: str = ""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the codec at these bits."""
+        return named_recipe(self.codec, self.bits)
+
+
+@dataclass(frozen=True)
 class ServingEngine:
     """An engine that people serve models with.
 
@@ -71,7 +99,8 @@ class ServingEngine:
         The version whose rules these are.
     formats : tuple of CacheFormat
     line : str
-        What is typed, with ``{model}``, ``{option}`` and ``{skipped}``.
+        What is typed, with ``{model}``, ``{option}`` and ``{skipped}``; that of a format may name ``{fitted}``, what
+        `kvlab calibrate` is told of the calibration that was measured.
     skipped : str
         Of the line, what leaves ``{layers}`` in 16 bits; empty where the engine cannot.
     as_read : {"in_forward", "snapshot"}
@@ -97,11 +126,12 @@ class ServingEngine:
     plain: str
     skipped: str = ""
 
-    def told(self, model: str, format: CacheFormat | None, skipped: tuple[int, ...] = ()) -> str:
+    def told(self, model: str, format: CacheFormat | None, skipped: tuple[int, ...] = (), fitted: str = "") -> str:
         """The line to paste; `skipped` are the layers to leave in 16 bits, None of a format is none."""
         option = self.plain if format is None else format.option or format.name
         left = self.skipped.format(layers=" ".join(map(str, skipped))) if skipped else ""
-        return self.line.format(model=model, option=option, skipped=left)
+        line = format.line if format and format.line else self.line
+        return line.format(model=model, option=option, skipped=left, fitted=fitted)
 
     def refused(self, format: CacheFormat, device: str, layers: int, head_dim: int) -> str | None:
         """Why a model of so many layers and this head size cannot have the format on a device; None where it can."""

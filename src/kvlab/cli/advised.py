@@ -109,6 +109,8 @@ class EngineLine:
         Formats that cannot run there, each with the reason.
     losses : dict of str to dict of int to float
         Of formats whose layers were coded alone, the KL of each.
+    tables : int
+        Bytes that the codec holds beside the cache, once a process.
     """
 
     engine: ServingEngine
@@ -118,22 +120,38 @@ class EngineLine:
     nearest: Setting | None
     refused: dict[str, str]
     losses: dict[str, dict[int, float]]
+    tables: int = 0
 
-    def data(self, model: str) -> dict:
-        """For programs."""
+    def paste(self, facts: dict) -> str:
+        """What to type, by `Advice.facts`."""
         taken = (self.setting.format, self.setting.exact) if self.setting else (None,)
+        return self.engine.told(facts["model"], *taken, fitted=facts["fitted"])
+
+    @property
+    def held(self) -> str:
+        """What the format was held against."""
+        return (self.setting and self.setting.format.held) or self.engine.held
+
+    @property
+    def unmeasured(self) -> str:
+        """What of it no measurement here has seen."""
+        return (self.setting and self.setting.format.unmeasured) or self.engine.unmeasured
+
+    def data(self, facts: dict) -> dict:
+        """For programs."""
         return {
             "engine": self.engine.name,
             "version": self.engine.version,
             "chosen": self.setting and self.setting.data(),
-            "paste": self.engine.told(model, *taken),
+            "paste": self.paste(facts),
             "confirmed": self.confirmed and self.confirmed.data(),
             "holds": self.holds,
             "nearest": self.nearest and self.nearest.name,
             "refused": self.refused,
             "losses": self.losses,
-            "formats_held_against": self.engine.held,
-            "not_measured": self.engine.unmeasured,
+            "formats_held_against": self.held,
+            "not_measured": self.unmeasured,
+            "table_bytes": self.tables,
             "sources": list(self.engine.sources),
         }
 
@@ -170,5 +188,5 @@ class Advice:
             "floor": self.floor.data(),
             "finished": [row.data() for row in self.finished],
             "served": [row.data() for row in self.served],
-            "lines": [line.data(self.facts["model"]) for line in self.lines],
+            "lines": [line.data(self.facts) for line in self.lines],
         }

@@ -8,7 +8,7 @@ from statistics import median
 
 from kvlab.cache.hf.coder import StreamCoder
 from kvlab.cache.pages.exact import kept_exact
-from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.cache.vllm.worker import refuse_mixed
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Site
@@ -76,7 +76,7 @@ def places(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) -> tu
     What else a place asks of a model (a rotary embedding that can be turned back) is told when it is made.
     """
     found = []
-    for place, able in ((CACHE, _in_cache), (PAGES, _in_pages)):
+    for place, able in ABLE.items():
         try:
             able(recipe, calibrated, info)
         except UserError:
@@ -85,14 +85,15 @@ def places(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) -> tu
     return (*found, *((STORE,) if _stored(recipe) else ()))
 
 
-def _codec(recipe: Recipe, stream: str, calibrated: Calibrated | None):
+def codec_of(recipe: Recipe, stream: str, calibrated: Calibrated | None):
+    """The codec of a stream with what was fitted for it."""
     own = getattr(recipe, stream)
     return bare(own, calibrated.stream(own, stream, recipe.placement) if calibrated else None)
 
 
 def _in_cache(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) -> None:
     for stream in STREAMS:
-        codec = _codec(recipe, stream, calibrated)
+        codec = codec_of(recipe, stream, calibrated)
         StreamCoder(codec, getattr(recipe, stream), Site(0, 0, stream), info.n_kv_heads, info.head_dim)
 
 
@@ -102,7 +103,11 @@ def _in_pages(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) ->
     capability.check("vllm", "bfloat16", "default", info)
     capability.check_pages(info)
     for stream in STREAMS:
-        rows_of(_codec(recipe, stream, calibrated), Site(0, 0, stream), info.n_kv_heads, info.head_dim)
+        rows_of(codec_of(recipe, stream, calibrated), Site(0, 0, stream), info.n_kv_heads, info.head_dim)
+
+
+ABLE = {CACHE: _in_cache, PAGES: _in_pages}
+"""By place: raises `UserError` where a recipe cannot run there."""
 
 
 def _stored(recipe: Recipe) -> bool:

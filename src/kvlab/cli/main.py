@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvlab.cli import calibrate, coded, evals, gate, measure, recommend, snapshot, weights
+from kvlab.cli import calibrate, coded, evals, gate, logits, measure, recommend, snapshot, weights
 from kvlab.cli.commands import Verbs, installed
 from kvlab.cli.flags import choice
 from kvlab.cli.parsing import command, fail, refusal
@@ -37,6 +37,7 @@ OWN = Verbs(
     recommend.recommend_verb,
     recommend.check_verb,
     measure.measure_verb,
+    logits.logits_verb,
     calibrate.calibrate_verb,
     coded.recipe_verb,
     coded.encode_verb,

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
-from kvlab.advice.engines import DEVICES, SERVING
-from kvlab.advice.serving import CacheFormat, ServingEngine
+from kvlab.advice.serving import CacheFormat, OwnFormat, ServingEngine
+from kvlab.advice.serving_engines import DEVICES, SERVING
 from kvlab.advice.verdicts import LOSSES, OPEN, answer, bound, verdict
 from kvlab.cli.flags import (
     EVERYTHING,
@@ -54,6 +54,9 @@ def recommend_verb(
     loss: Annotated[str | None, choice("how much may be lost, at the fewest bits; default: small", LOSSES)] = None,
     bits: Annotated[
         float | None, number("instead: the least loss within so many bits per value", float, metavar="N")
+    ] = None,
+    calib_text: Annotated[
+        Path | None, path("text that kvlab's own codecs are fitted to; default: docstrings of installed packages")
     ] = None,
     tokens: Annotated[int | None, number("memory is told of so many; default: the model's positions", whole(1))] = None,
     dtype: Dtype = "float32",
@@ -123,6 +126,9 @@ def check_verb(
     ] = (),
     loss: Annotated[str, choice("how much may be lost; default: small", LOSSES)] = "small",
     text: Annotated[Path | None, path("the text that is predicted; default: docstrings of installed packages")] = None,
+    calib_text: Annotated[
+        Path | None, path("text that kvlab's own codecs are fitted to; default: docstrings of installed packages")
+    ] = None,
     dtype: Dtype = "float32",
     context: Context = 512,
     eval: Eval = 128,
@@ -149,6 +155,11 @@ def check_verb(
     if skip_layers and max(skip_layers) >= config["num_hidden_layers"]:
         raise UserError(f"--skip-layers {max(skip_layers)}; allowed: 0 to {config['num_hidden_layers'] - 1}")
     inputs.refuse_long(context + eval, config)
+    if isinstance(asked, OwnFormat) and not (text or calib_text):
+        raise UserError(
+            f"--format {format} is fitted to docstrings of installed packages, which are what is predicted without"
+            " --text; give --text, or --calib-text"
+        )
     texts = [inputs.readable_text(text, context + eval, config)] if text else None
     inputs.writable(json)
 
@@ -171,6 +182,7 @@ def check_verb(
         f" {in_digits(kl.low)} to {in_digits(kl.high)}, which is {_ends(row.verdict.possible)}; {loss} ends at"
         f" {limit:.2g}. Same top token {100 * row.found.top1.value:.1f} %, {row.setting.bits:.2f} bits per value"
     )
+    print(_spread(row.found))
     print("\n".join(map(printable, found.about)))
     return {"yes": 0, "no": 1, OPEN: 2}[said]
 
@@ -230,7 +242,7 @@ def _advised(line, facts: dict, floor: float, wish) -> Iterator[str]:
     if setting is None:
         near = f"; the nearest is {line.nearest.name}" if line.nearest else ""
         yield f"{engine.name}: none of its formats is surely of {asked}{near}. Leave the cache in 16 bits:"
-        yield f"  {engine.told(facts['model'], None)}"
+        yield f"  {line.paste(facts)}"
         return
     kl, top = line.confirmed.kl, line.confirmed.top1
     yield (
@@ -238,14 +250,24 @@ def _advised(line, facts: dict, floor: float, wish) -> Iterator[str]:
         f" {_ends(verdict(kl, floor).possible)}{_doubt(line)}: KL {in_digits(kl.value)}, 95 % {in_digits(kl.low)} to"
         f" {in_digits(kl.high)}, same top token {100 * top.value:.1f} %"
     )
-    yield f"  {engine.told(facts['model'], setting.format, setting.exact)}"
+    yield f"  {_spread(line.confirmed)}"
+    yield f"  {line.paste(facts)}"
     if setting.format.needs:
         yield f"  needs {setting.format.needs}"
+    if line.tables:
+        yield f"  beside it {line.tables / MIB:.3g} MiB of tables, once a process"
     yield (
         f"  measured with transformers in {facts['dtype']} on {facts['device']}, contexts of {facts['context']} tokens;"
-        f" the format is held against {engine.held}"
+        f" the format is held against {line.held}"
     )
-    yield f"  not measured: {engine.unmeasured}; longer contexts, other text, tasks, speed"
+    yield f"  not measured: {line.unmeasured}; longer contexts, other text, tasks, speed"
+
+
+def _spread(found) -> str:
+    """How a loss lies over tokens: its largest parts, and by how sure the model was of its next token."""
+    large = ", ".join(f"{name} of tokens below {in_digits(kl)}" for name, kl in found.quantiles.items() if "%" in name)
+    sure = ", ".join(f"{name}: {in_digits(kl)}" for name, kl in found.by_confidence.items())
+    return f"{large}; KL by the model's own highest probability, {sure}"
 
 
 def _doubt(line) -> str:

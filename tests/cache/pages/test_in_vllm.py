@@ -14,7 +14,7 @@ import torch
 
 from cache.pages.pages_user import BLOCKS, PROMPTS, REQUESTS
 from kvlab.cache.files.recipe import CalibrationFiles, write_recipe_file
-from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.calibration.load import FittedFiles, load
 from kvlab.codecs.base import Site
 from kvlab.codecs.hadamard import HadamardStream

@@ -1,20 +1,21 @@
-"""The quantised types of vLLM's cache, by the names that its ``--kv-cache-dtype`` takes."""
+"""The quantised types of vLLM's cache, by the names that its ``--kv-cache-dtype`` takes; and SGLang's of 4 bits."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Literal
 
-from kvlab.core.settings import Conditioned, Plugin, Published, Values
+from kvlab.core.codec_settings import Conditioned, Plugin, Published, Values
 
 Format = Literal[
     *("fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4"),
     *("lloyd_max_4", "lloyd_max_3", "even_4", "even_3", "ultraquant_k", "ultraquant_v"),  # K and V apart
+    "fp4_e2m1",  # SGLang's
 ]
 
 
 class VllmStream(Conditioned):
-    """A quantised type as vLLM's cache holds it.
+    """A quantised type as vLLM's cache holds it, or, ``fp4_e2m1``, as SGLang's does.
 
     `scale` of ``fp8_e4m3`` and ``fp8_e5m2``: ``one``, which vLLM takes where a checkpoint names none, or the largest
     magnitude of a ``tensor`` (of all heads of a block) over that of the type, as one that was calibrated on this very
@@ -59,6 +60,11 @@ NAMES: dict[str, tuple[Values, Values, str]] = {
         {"format": "ultraquant_v"},
         "K turned by Walsh-Hadamard; 4-bit floats with a power of two per 32 channels",
     ),
+    "fp4_e2m1": (
+        {"format": "fp4_e2m1"},
+        {"format": "fp4_e2m1"},
+        "4-bit floats with a power of two per 16 channels",
+    ),
 }
 """K, V and what they are for people, by the name of the whole."""
 
@@ -75,7 +81,7 @@ CODEC = Plugin(
     published={
         name: Published(
             partial(_cache, name),
-            f"vLLM 0.32, --kv-cache-dtype {name.partition('-')[0]}",
+            f"{'SGLang' if name == 'fp4_e2m1' else 'vLLM 0.32'}, --kv-cache-dtype {name.partition('-')[0]}",
             f"K after its rotary embedding and V: {settings}",
             "vLLM leaves the first two and the last two layers uncoded; a recipe codes every layer"
             if name.startswith("turboquant")

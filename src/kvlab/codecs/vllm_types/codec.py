@@ -2,6 +2,7 @@
 
 The rules are those of its kernels in Triton (`reshape_and_cache_flash`, `int4_per_token_head`, `turboquant_store`), of
 its kernel for CPUs where 8-bit floats are cut towards zero, and of its code in torch for ``nvfp4`` and UltraQuant.
+SGLang's ``fp4_e2m1`` is by its source (layers/quantization/kvfp4_tensor.py, revision 0dae407b), not by running it.
 Products and norms of a head are added up in an order that differs by device, which moves a code that lies on an edge;
 everything else is the same number.
 """
@@ -235,6 +236,28 @@ class UltraQuant(Fp4):
         return place.abs().to(torch.uint8) | (place < 0).to(torch.uint8) << 3
 
 
+class SglangFp4(Fp4):
+    """SGLang's KVFP4: the least power of two with which a group's largest magnitude is no more than 6."""
+
+    GROUP = 16
+    BIAS, TINY = 127, 1e-10
+
+    def scales(self, cells: Tensor) -> Tensor:
+        """See `Fp4.scales`."""
+        power = (cells.abs().amax(-1) / LEVELS[-1]).clamp(min=self.TINY).log2().ceil()
+        return (power + self.BIAS).to(torch.uint8)
+
+    def worth(self, scale: Tensor) -> Tensor:
+        """See `Fp4.worth`."""
+        return (scale.float() - self.BIAS).exp2()
+
+    def codes(self, values: Tensor) -> Tensor:
+        """See `Fp4.codes`; a tie goes away from zero."""
+        edges = torch.tensor([(below + above) / 2 for below, above in pairwise(LEVELS)], device=values.device)
+        size = torch.bucketize(values.abs().contiguous(), edges, right=True)
+        return size.to(torch.uint8) | (values < 0).to(torch.uint8) << 3
+
+
 class LloydMax(VllmType):
     """TurboQuant's K: norm in float16, Walsh-Hadamard, a table for Gaussians; read back as a vector of that norm."""
 
@@ -291,6 +314,8 @@ def _way(recipe: VllmStream) -> VllmType:
         return {"lloyd_max": LloydMax, "even": Even}[kind](int(bits))
     if name == "int4_per_token_head":
         return TurnedInt4(getattr(torch, recipe.dtype))
+    if name == "fp4_e2m1":
+        return SglangFp4()
     if kind == "ultraquant":
         return UltraQuant(turned=bits == "k")
     return Nvfp4() if name == "nvfp4" else PerTokenHead(name.startswith("int8"))

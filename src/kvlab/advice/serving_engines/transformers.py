@@ -1,12 +1,15 @@
 """transformers' `QuantizedCache`: one width for K and V of all layers; a prompt's own tokens read exact K and V."""
 
+from kvlab.advice.own import own_formats
 from kvlab.advice.serving import CacheFormat, ServingEngine
+
+DEVICES = ("cuda", "rocm", "cpu", "metal")
 
 
 def _cache(backend: str, bits: int, package: str) -> CacheFormat:
     name = f"{backend}-int{bits}"
     option = f'"backend": "{backend}", "nbits": {bits}'
-    return CacheFormat(name, option=option, devices=("cuda", "rocm", "cpu", "metal"), needs=package)
+    return CacheFormat(name, option=option, devices=DEVICES, needs=package)
 
 
 ENGINE = ServingEngine(
@@ -15,6 +18,13 @@ ENGINE = ServingEngine(
     formats=(
         *(_cache("quanto", bits, "the package optimum-quanto") for bits in (4, 2)),
         *(_cache("hqq", bits, "the package hqq") for bits in (8, 4, 2)),
+        *own_formats(
+            "Cache",
+            '  # then model.generate(**inputs, past_key_values=kvlab.Cache(model, "{file}"))',
+            devices=DEVICES,
+            needs="the package kvlab (docs/transformers.md)",
+            unmeasured="what answers lose on their own newest tokens; kvlab.Cache on a GPU",
+        ),
     ),
     line='model.generate(**inputs, cache_implementation="quantized", cache_config={{{option}}})  # {model}',
     as_read="snapshot",

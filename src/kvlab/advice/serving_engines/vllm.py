@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from kvlab.advice.own import own_formats
 from kvlab.advice.serving import CacheFormat, ServingEngine
 
 ADA = "CUDA: compute capability 8.9 or later"
@@ -27,6 +28,13 @@ ENGINE = ServingEngine(
         turboquant("turboquant_3bit_nc"),
         of_layers("ultraquant_4bit", devices=("rocm",), exact_ends=2, needs="a model without attention sinks"),
         of_layers("nvfp4", devices=("cuda",), needs=FLASHINFER, multiple=16),
+        *own_formats(
+            "vLLM pages",
+            " && KVLAB_PAGES={file} python -m vllm.entrypoints.openai.api_server --model {{model}}",
+            devices=("cpu",),
+            needs="kvlab beside vLLM, whose plugin it brings (docs/vllm.md)",
+            unmeasured="--sink and --recent of kvlab calibrate, with which answers lose less (docs/vllm.md)",
+        ),
     ),
     line="vllm serve {model} --kv-cache-dtype {option}{skipped}",
     skipped=" --kv-cache-dtype-skip-layers {layers}",
