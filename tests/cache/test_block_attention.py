@@ -27,6 +27,13 @@ LAYERS, HEADS, HEAD_DIM = 3, 2, 32
 KLT = KltStream(bits=3, block_size=16, sink=2, recent=3)
 RECIPES = PER_TOKEN | {"kivi": kivi(2), "ends": ended("before"), "klt with ends": Recipe(k=KLT, v=KLT)}
 WINDOWS = {"none": 0, "part": 30_000, "all": None}
+WAYS_TO_READ = [("serving", "part"), ("in_forward", "none"), ("serving", "all")]  # the other pairs at night
+WAYS_TO_READ += [
+    pytest.param(semantics, window, marks=pytest.mark.nightly)
+    for semantics in ("serving", "in_forward")
+    for window in WINDOWS
+    if (semantics, window) not in WAYS_TO_READ
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +62,7 @@ def told(model, cache, cuts):
     return torch.cat((logits[0, 9:], logits[1]))
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("semantics", ["serving", "in_forward"])
+@pytest.mark.parametrize(("semantics", "window"), WAYS_TO_READ)
 @pytest.mark.parametrize("name", RECIPES)
 def test_block_by_block_is_what_whole_tensors_give(model, fitted, monkeypatch, attended, name, semantics, window):  # noqa: F811
     caches = [KVCache(model, RECIPES[name], fitted, semantics, window_bytes=WINDOWS[window]) for _ in range(2)]

@@ -18,7 +18,7 @@ def run(tiny_model, tmp_path, line):
     text = tiny.write_text(tmp_path / "text.txt")
 
     def verb(*words) -> tuple[int, str, str]:
-        small = ("--context", 32, "--tokens", 12, "--draft", 3, "--windows", 2)
+        small = ("--context", 32, "--tokens", 8, "--draft", 3, "--windows", 2)
         return line("speculate", tiny_model, "--text", text, *small, *words)
 
     return verb

@@ -13,16 +13,20 @@ import tiny
 from kvlab.cli import main as cli
 
 
-@pytest.fixture(params=["it's  a", '#a%b*?[x]!;&|<>()~^=,@+é:"$`\\', "-o"])
-def place(request, tiny_model, tmp_path, monkeypatch):
-    """The name of a folder with a model, a text to score and another to calibrate on; commands are typed in it."""
-    folder = tmp_path / request.param
+@pytest.fixture
+def place(tiny_model, tmp_path, monkeypatch):
+    """The name of a folder with a model, a text to score and another to calibrate on; commands are typed in it.
+
+    It begins with a dash, and has all that a shell, a template or a pattern would read.
+    """
+    name = "-o it's  a" + '#a%b*?[x]!;&|<>()~^=,@+é:"$`\\'
+    folder = tmp_path / name
     folder.mkdir()
     monkeypatch.chdir(folder)
-    shutil.copytree(tiny_model, folder / request.param / request.param)
-    tiny.write_text(folder / f"scored {request.param}.txt")
-    tiny.write_text(folder / f"calibration {request.param}.txt", seed=1)
-    return request.param
+    shutil.copytree(tiny_model, folder / name / name)
+    tiny.write_text(folder / f"scored {name}.txt")
+    tiny.write_text(folder / f"calibration {name}.txt", seed=1)
+    return name
 
 
 def verb(*words) -> None:

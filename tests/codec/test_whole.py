@@ -229,19 +229,20 @@ def test_fewer_tokens_at_the_ends_cost_fewer_bytes():
 @pytest.mark.parametrize("name", MAKERS)
 def test_another_recipe_calibration_model_or_length_is_refused(name):
     cache, how = cache_of(55), {"noise": 0.3}
-    data = made(name, how=how).encode(cache, range(TOKENS))
+    codec = made(name, how=how)
+    data = codec.encode(cache, range(TOKENS))
     for field, digits in (("recipe_id", 12), ("calibration_hash", 16), ("model_hash", 16)):
         with refused(StreamError, "stream.other-identity", field):
             decoded(made(name, how=how, changes={field: "f" * digits}), data)
     with refused(StreamError, "stream.other-shape", TOKENS - 1):
-        decoded(made(name, how=how), data, TOKENS - 1)
+        decoded(codec, data, TOKENS - 1)
     for changed in range(CacheHeader.SIZE, len(data), len(data) // 40):
         forged = bytearray(data)
         forged[changed] ^= 4
         with pytest.raises(StreamError):
-            decoded(made(name, how=how), bytes(forged))
+            decoded(codec, bytes(forged))
     with pytest.raises(StreamError):
-        decoded(made(name, how=how), data[:-1])
+        decoded(codec, data[:-1])
 
 
 @pytest.mark.parametrize("name", MAKERS)

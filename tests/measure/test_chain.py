@@ -44,7 +44,10 @@ def params(tiny_params) -> Settings:
 
 @pytest.fixture(scope="module")
 def results(params, tiny_windows, tiny_fitted, tiny_calibration, hf_engine, vllm_engine, tmp_path_factory):
-    """Paths of every baseline run and job, of the choice and of the residuals, measured for real."""
+    """Paths of every baseline run and job, of the choice and of the residuals, measured for real.
+
+    The ladder reads no codebooks, and is given none.
+    """
     folder = tmp_path_factory.mktemp("results")
     engines = {"hf": hf_engine, "vllm": vllm_engine}
     with pytest.MonkeyPatch.context() as patch:
@@ -58,9 +61,10 @@ def results(params, tiny_windows, tiny_fitted, tiny_calibration, hf_engine, vllm
         choice = read_choice(folder / "choice.json").choice
         done = {}
         for study in STUDIES:
+            fitted = replace(tiny_fitted, codebooks=None) if study == LADDER else tiny_fitted
             for job in job_names(params, study):
                 done[study, job] = folder / study / f"{job}.parquet"
-                measure(params, study, job, tiny_windows, {"hf": tiny_fitted}, done[study, job], choice)
+                measure(params, study, job, tiny_windows, {"hf": fitted}, done[study, job], choice)
     facts(params, tiny_windows, tiny_fitted, folder / "facts.json")
     residual(params, tiny_calibration["capture"], tiny_fitted, folder / "residual" / "hf.parquet")
     return runs, done, folder
@@ -140,17 +144,11 @@ def test_measuring_again_gives_the_same_bytes(
     assert out.with_suffix(".json").read_bytes() == first.with_suffix(".json").read_bytes()
 
 
-def test_the_ladder_scores_both_texts_without_codebooks(
-    params, tiny_windows, tiny_fitted, hf_engine, tmp_path, monkeypatch
-):
+def test_the_ladder_scores_both_texts_without_codebooks(params, results):
     """Every rung on 64 tokens: all fire, and klt at 4 bits does less harm than at 2 on either text."""
-    monkeypatch.setattr(registry, "start", lambda *_, **__: hf_engine)
-    monkeypatch.setattr(hf_engine, "close", lambda: None)
-    without_codebooks = replace(tiny_fitted, codebooks=None)
     kls = {}
     for job in jobs(params, LADDER):
-        measure(params, LADDER, job, tiny_windows, {"hf": without_codebooks}, tmp_path / f"{job}.parquet")
-        record, tokens = read_job(tmp_path / f"{job}.json")
+        record, tokens = read_job(results[1][LADDER, job])
         means = dict(tokens.group_by("cell_id").agg(pl.col("kl").mean()).iter_rows())
         plain = [entry for entry in record.cells if entry.cell.protocol == "snapshot"]
         assert len(means) == len(record.cells)

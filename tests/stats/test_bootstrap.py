@@ -73,6 +73,13 @@ def test_the_same_windows_are_drawn_every_time():
     assert (counts.sum(1) == 16).all() and counts.shape == (300, 16)
 
 
+def test_a_window_s_mean_keeps_its_sign():
+    """Differences are columns too: what lies below zero takes from a sum."""
+    window, position = np.array([1, 0, 1, 0]), np.array([0, 0, 1, 1])
+    column = Column.of(window, position, np.array([-3.0, 2.0, 1.0, -6.0]))
+    assert column.windows == (0, 1) and column.means.tolist() == [-2.0, -1.0]
+
+
 def test_mean_weights_windows_by_their_tokens():
     window, position = np.array([0, 0, 0, 1]), np.array([1, 2, 3, 1])
     column = Column.of(window, position, np.array([1.0, 1.0, 1.0, 5.0]))

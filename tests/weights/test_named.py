@@ -103,6 +103,7 @@ def test_a_model_that_says_nothing_has_no_origin(tmp_path):
     assert read_origin(tmp_path) is None
 
 
+@pytest.mark.nightly
 def test_the_template_of_chats_is_that_of_the_wheels_file_and_writes_chatml(root, tmp_path):
     """Of the metadata alone, without the weights; the made file is known by its hash."""
     from gguf import GGUFReader

@@ -1,13 +1,31 @@
-"""A server of the S3 protocol on loopback."""
+"""A server of the S3 protocol on loopback, and the rules as Snakemake parses them."""
 
 from __future__ import annotations
 
+import functools
+import json
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def inspected():
+    """What `inspect_rules.py` prints of the repository's rules when it is asked this, once for all tests."""
+
+    @functools.cache
+    def asked(what: str) -> dict:
+        here = Path(__file__)
+        command = [sys.executable, here.with_name("inspect_rules.py"), what]
+        found = subprocess.run(command, cwd=here.parents[2], capture_output=True, text=True, timeout=900)
+        assert found.returncode == 0, found.stderr
+        return json.loads(found.stdout)
+
+    return asked
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Parse the rules in the working folder and print what the tests ask about, as JSON. Run as a process:
 
-    inspect_rules.py rules       what each rule has: one parse
+    inspect_rules.py rules       what each rule has, what `report()` marks, which rules want conda: one parse
     inspect_rules.py affected    which stages change with each parameter: a parse for each of them
 
 Snakemake leaves modules, signal handlers and warning filters behind, so it is kept out of pytest's process.
@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "workflow" / "scripts"), str(ROOT / "src"), str(ROOT / "tests")]
 
 import dvc_sync  # noqa: E402
+from snakemake.io import is_flagged  # noqa: E402
 
 import embedded  # noqa: E402
 from kvlab.core.errors import UserError  # noqa: E402
@@ -115,7 +116,7 @@ def affected_stages(params):
 
 
 def described(rule):
-    """What every rule that runs something must have."""
+    """What every rule that runs something must have, what it reads and what it writes."""
     return {
         "runs": rule.shellcmd is not None,
         "docstring": bool(rule.docstring),
@@ -125,6 +126,11 @@ def described(rule):
         "runtime": rule.resources.get("runtime"),
         "inputs": {engine: job_inputs(rule, engine) for engine in ("hf", "vllm")},
         "params": sorted(rule.params.keys()),
+        "input": sorted(dvc_sync.input_files(rule)),
+        "output": list(map(str, rule.output)),
+        "folders": [str(path) for path in rule.output if is_flagged(path, "directory")],
+        "aside": [str(path) for path in (*rule.log, rule.benchmark) if path],
+        "cache": bool(rule.cache.flag),
     }
 
 
@@ -138,9 +144,22 @@ def job_inputs(rule, engine):
     return files
 
 
+def every_rule():
+    """What each rule has; the outputs that `report()` marks, with caption and category; the rules that want conda."""
+    rules = dvc_sync.parse_rules()
+    flagged = [(str(out), out.flags["report"]) for rule in rules for out in rule.output if "report" in out.flags]
+    return {
+        "rules": {rule.name: described(rule) for rule in rules},
+        "reported": {
+            out: [Path(one.caption.get_path_or_uri(secret_free=True)).name, one.category] for out, one in flagged
+        },
+        "conda": sorted(rule.name for rule in rules if rule.conda_env),
+    }
+
+
 if __name__ == "__main__":
     asked = {
-        "rules": lambda: {rule.name: described(rule) for rule in dvc_sync.parse_rules()},
+        "rules": every_rule,
         "affected": lambda: affected_stages(resolved(embedded.document())),
     }
     print(json.dumps(asked[sys.argv[1]](), default=str))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import datetime
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -32,25 +31,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 INDEX = ROOT / "docs/README.md"
 MADE = ("results/",)  # what the pipeline makes may be linked before it is there
 
-RULES = """\
-import json, sys
-sys.path[:0] = ["workflow/scripts", "src"]
-from pathlib import Path
-import dvc_sync
-rules = dvc_sync.parse_rules()
-flagged = [(str(out), out.flags["report"]) for rule in rules for out in rule.output if "report" in out.flags]
-reported = {out: [Path(one.caption.get_path_or_uri(secret_free=True)).name, one.category] for out, one in flagged}
-print(json.dumps({"reported": reported, "conda": sorted(rule.name for rule in rules if rule.conda_env)}))
-"""
-
 
 @pytest.fixture(scope="module")
-def rules() -> dict:
+def rules(inspected) -> dict:
     """The outputs that `report()` marks, with caption and category, and the rules that want a conda environment."""
-    command = [sys.executable, "-c", RULES]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout)
+    return inspected("rules")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from itertools import cycle, islice
 from pathlib import Path
 
 import jsonschema
@@ -263,11 +264,15 @@ def test_a_missing_key_has_its_default_and_a_model_its_path(validator, document)
         assert (words is not None) == (path in [("models",), ("models", 0, "path")]) or _beyond(words), (path, words)
 
 
-def test_what_params_refuses_the_schema_refuses(validator, document):
-    """Every section and value replaced by values of all types; only what a schema cannot say may pass it."""
-    passed, compared = [], Counter()
+@pytest.mark.parametrize("some", [2, pytest.param(len(WRONG), marks=pytest.mark.nightly)])
+def test_what_params_refuses_the_schema_refuses(validator, document, some):
+    """Every section and value replaced by values of other types; only what a schema cannot say may pass it.
+
+    At night by all of them; otherwise by some, at each place by those that follow the last one's.
+    """
+    passed, compared, chosen = [], Counter(), cycle(WRONG)
     for path in places(document):
-        for wrong in WRONG:
+        for wrong in islice(chosen, some):
             data = with_value(document, path, wrong)
             words = refusal(data)
             valid = validator.is_valid(data)
@@ -275,7 +280,7 @@ def test_what_params_refuses_the_schema_refuses(validator, document):
             if words is not None and valid and not _beyond(words):
                 passed.append((path, wrong, words))
     assert passed == []
-    assert compared[False, False] > 1000
+    assert compared[False, False] > compared.total() / 2 and compared[True, True] > 0
 
 
 @pytest.mark.parametrize("pattern", BEYOND_A_SCHEMA)

@@ -5,42 +5,20 @@ Most need no run: a look at the rules as Snakemake parses them, and at dvc.yaml.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-RULES = """
-import json, sys
-sys.path[:0] = ["workflow/scripts", "src"]
-import dvc_sync
-from snakemake.io import is_flagged
-print(json.dumps({
-    rule.name: {
-        "runs": rule.shellcmd is not None,
-        "input": sorted(dvc_sync.input_files(rule)),
-        "output": list(map(str, rule.output)),
-        "folders": [str(path) for path in rule.output if is_flagged(path, "directory")],
-        "aside": [str(path) for path in (*rule.log, rule.benchmark) if path],
-        "params": sorted(rule.params.keys()),
-        "cache": bool(rule.cache.flag),
-    }
-    for rule in dvc_sync.parse_rules()
-}))
-"""
 
 
 @pytest.fixture(scope="module")
-def rules():
+def rules(inspected):
     """The rules by name."""
-    told = subprocess.run([sys.executable, "-c", RULES], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert told.returncode == 0, told.stderr
-    return json.loads(told.stdout)
+    return inspected("rules")["rules"]
 
 
 @pytest.fixture(scope="module")

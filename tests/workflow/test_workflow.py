@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,29 +32,30 @@ def script(name, *arguments, cwd=ROOT) -> subprocess.CompletedProcess:
     return run(sys.executable, ROOT / "workflow" / "scripts" / name, *arguments, cwd=cwd)
 
 
-@pytest.fixture
-def workspace(tmp_path) -> Path:
-    """A folder where the workflow can run without touching the repository's results; with the embedded model."""
-    made = script("workspace.py", "quick", "--at", tmp_path / "workspace")
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> Path:
+    """The workspace of the quick preset, with the embedded model."""
+    folder = tmp_path_factory.mktemp("quick") / "workspace"
+    made = script("workspace.py", "quick", "--at", folder)
     assert made.returncode == 0, made.stderr
-    (tmp_path / "workspace" / "params.yaml").write_text(embedded.text())
-    return tmp_path / "workspace"
+    (folder / "params.yaml").write_text(embedded.text())
+    return folder
 
 
-def inspected(what: str) -> dict:
-    found = run(sys.executable, Path(__file__).with_name("inspect_rules.py"), what, timeout=900)
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout)
+@pytest.fixture
+def workspace(quick, tmp_path) -> Path:
+    """A copy of it: a folder where the workflow can run without touching the repository's results."""
+    return shutil.copytree(quick, tmp_path / "workspace", symlinks=True)
 
 
 @pytest.fixture(scope="module")
-def rules() -> dict:
+def rules(inspected) -> dict:
     """What each rule has."""
-    return inspected("rules")
+    return inspected("rules")["rules"]
 
 
 @pytest.fixture(scope="module")
-def affected() -> dict:
+def affected(inspected) -> dict:
     """The stages that change with each parameter."""
     return inspected("affected")
 
@@ -81,6 +82,7 @@ def test_dvc_yaml_agrees_with_the_rules():
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.full
 def test_snakemake_lint_is_clean():
     linted = run(*SNAKEMAKE, "--lint")
     assert linted.returncode == 0, linted.stderr
@@ -220,6 +222,7 @@ def test_a_model_with_fewer_studies_brings_the_factorial_alone(workspace):
     assert refused.returncode == 2 and "of model 'second' would share a process" in refused.stderr
 
 
+@pytest.mark.full
 def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params):
     planned = run(*SNAKEMAKE, "-n", "ladder", cwd=workspace)
     assert planned.returncode == 0, planned.stdout + planned.stderr
@@ -228,6 +231,7 @@ def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params)
     assert not {"codebooks", "measure_float32", "report"} & counts.keys()
 
 
+@pytest.mark.full
 def test_what_nobody_asks_for_is_neither_captured_nor_fitted(workspace):
     data = embedded.document()
     data["ladder"] |= {"codecs": ["klt", "hadamard"]}

@@ -32,7 +32,7 @@ def whole(tiny_model, tiny_calibration, tmp_path_factory):
     return served("exact_user.py", tiny_model, ended(0, ALL), tiny_calibration, tmp_path_factory, "caching")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @torch.inference_mode()
 def test_it_says_what_the_cache_of_the_same_recipe_says_token_by_token(recent, hf_engine, fitted):  # noqa: F811
     """Prompts come to vLLM in chunks of 24 tokens, which are longer than what is exact."""
@@ -74,7 +74,7 @@ def test_a_prefix_that_was_taken_over_is_coded_and_what_follows_is_exact(whole, 
     assert (over - exact)[own].abs().max() > 0.01
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_preempted_request_says_what_it_says_alone(recent):
     """Many requests, cancelled and preempted, none of them with a prefix taken over: equal answers."""
     found = recent.soak

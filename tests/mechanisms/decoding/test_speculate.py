@@ -66,7 +66,7 @@ def test_no_draft_however_wrong_changes_a_greedy_text(model):
 
 
 def test_two_sampled_tokens_have_the_targets_law(model):
-    recipe, runs, own = named_recipe("int", bits=2), 500, Sampling(1.5, 3)
+    recipe, runs, own = named_recipe("int", bits=2), 200, Sampling(1.5, 3)
     pairs = {}
     for seed in range(runs):
         mine = Sampling(1.5, 3, seed=seed)

@@ -129,7 +129,7 @@ def test_an_engine_under_anothers_name_is_found_out(write, start, hf_engine):
         with refused(EnginesDisagree, "engines-disagree.other-engine", "vllm"):
             factorial.case(files)
         patch.setattr(gather, "refuse_one_engine", lambda *_: None)
-        assert "share of `engine`" in missed(factorial.case(other(write, patch, hf_engine)).claims)
+        assert "share of `engine`" in missed(factorial.case(files).claims)
 
 
 def other(write, patch, engine):

@@ -67,7 +67,7 @@ def test_an_error_of_the_plant_s_own_is_no_refusal(monkeypatch, tmp_path):
     assert (found["when"], found["caught"]) == ("nothing", "") and run.ENDED in found["words"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_faults_are_caught_for_real(tmp_path, monkeypatch, root):
     monkeypatch.chdir(root)

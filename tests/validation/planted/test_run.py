@@ -22,6 +22,7 @@ def little(monkeypatch, tiny_params, tiny_windows, hf_engine):
     return lambda out: planted(one, tiny_windows, out, repeats=20)
 
 
+@pytest.mark.full
 def test_report_and_values_are_written_and_the_same_twice(little, tmp_path):
     little(tmp_path / "a"), little(tmp_path / "b")
     data = json.loads((tmp_path / "a" / "planted.json").read_text())

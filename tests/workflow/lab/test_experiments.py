@@ -79,7 +79,7 @@ def shown(lab):
     return found
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_other_bits_run_what_depends_on_bits(other_bits, reproduced):
     _, ran, files = other_bits
     everything = reproduced.ran(forget=False)
@@ -91,7 +91,7 @@ def test_other_bits_run_what_depends_on_bits(other_bits, reproduced):
     assert all(files[name] == before[name] for name in files if name.startswith(("calib/capture", "calib/sigma")))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_dvc_tells_what_another_value_changed(other_bits):
     lab = other_bits[0]
     params = json.loads(lab.run("dvc", "params", "diff", "--json"))
