@@ -51,12 +51,12 @@ FLOORS = {
         "cli": 2,
         "micro": 3,
     },
-    "kvlab_pipeline": {"jobs": 0, "pages": 0, "studies": 1, "gate_page": 2, "report": 3, "cli": 4},
+    "kvlab_pipeline": {"jobs": 0, "rendering": 0, "studies": 1, "gate_page": 2, "report": 3, "cli": 4},
     "validation": {},
 }
 REPORTING = (
     *("kvlab.gate", "kvlab_pipeline.jobs.plan", "kvlab.output", "kvlab_mechanisms.ledger", "validation.published"),
-    *("kvlab_pipeline.gate_page", "kvlab_pipeline.pages", "kvlab_pipeline.report"),
+    *("kvlab_pipeline.gate_page", "kvlab_pipeline.rendering", "kvlab_pipeline.report"),
     *(f"kvlab.core.{name}" for name in ("paramfile", "params", "recipe", "records", "settings", "errors")),
     *("kvlab_pipeline.studies.kvstore_params", "kvlab_pipeline.studies.settings"),
 )

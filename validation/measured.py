@@ -16,9 +16,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import StorageError
 from kvlab.core.records import read_json, write_text
-from kvlab.core.settings import Frozen
 from kvlab.output import format as fmt
 from kvlab_pipeline.report.readme import marks, read, split
 

@@ -12,9 +12,9 @@ PUBLIC = {
     "recipe": "kvlab.codecs.recipes:named_recipe",
     "Recipe": "kvlab.core.recipe:Recipe",
     # for packages that bring a codec (docs/codecs.md)
-    "Plugin": "kvlab.core.settings:Plugin",
-    "Conditioned": "kvlab.core.settings:Conditioned",
-    "Frozen": "kvlab.core.settings:Frozen",
+    "Plugin": "kvlab.core.codec_settings:Plugin",
+    "Conditioned": "kvlab.core.codec_settings:Conditioned",
+    "Frozen": "kvlab.core.codec_settings:Frozen",
     "TokenBlockCodec": "kvlab.codecs.shared.token_blocks:TokenBlockCodec",
     "Stats": "kvlab.codecs.base:Stats",
     "stored": "kvlab.codecs.base:stored",

@@ -22,7 +22,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, TextIterat
 
 from kvlab import Cache, recipe
 from kvlab.codecs.base import StreamCalibration
-from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.shared import components
 from kvlab.core.errors import UserError
 from kvlab.core.recipe import Recipe
 

@@ -24,22 +24,22 @@ import tiny
 from kvlab.cache.hf.decoded_window import GRAIN
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.cache.hf.layer import STREAMS
-from kvlab.cache.hf.rope import rotate, unrotate
+from kvlab.cache.hf.rope import apply_rope, undo_rope
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.cast import CastStream
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.isotropic import IsotropicStream
 from kvlab.codecs.kivi import KiviStream
-from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.klt import KltStream
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.registry import build
-from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared import components, whitening
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
 from kvlab.core.recipe import IDENTITY, Recipe
-from kvlab.core.settings import IdentityStream
 from kvlab.engines.registry import start
 from refusals import refused
 
@@ -523,8 +523,8 @@ def test_the_turn_is_undone_under_attention_scaling():
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     angle = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).repeat(1, 2)
     cos, sin = 1.3 * angle.cos(), 1.3 * angle.sin()
-    torch.testing.assert_close(unrotate(rotate(x, cos, sin), cos, sin), x)
-    assert (rotate(x, cos, sin) - x).abs().max() > 0.1
+    torch.testing.assert_close(undo_rope(apply_rope(x, cos, sin), cos, sin), x)
+    assert (apply_rope(x, cos, sin) - x).abs().max() > 0.1
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from kvlab.codecs.kivi import KiviStream
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.registry import build
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ParamsError, StorageError
 from kvlab.core.recipe import IDENTITY, PAGES_VARIABLE, RECIPE_VARIABLE, Recipe
-from kvlab.core.settings import IdentityStream
 from kvlab.engines.registry import start
 from refusals import refused
 

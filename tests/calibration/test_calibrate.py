@@ -9,14 +9,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from kvlab import recipe
 from kvlab.calibration import load as calibration
 from kvlab.calibration.calibrate import calibrate, fitted
 from kvlab.calibration.capture import Captured, capture, observe, sample_of
+from kvlab.calibration.components import ridged_sigma
+from kvlab.calibration.metrics import rotary_angles
 from kvlab.calibration.moments import names
 from kvlab.calibration.sigma import second_moment
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.shared.grouping import joined
+from kvlab.codecs.shared.metric import ridged
+from kvlab.codecs.shared.turning import over_positions
 from kvlab.core.errors import NonFinite, UserError
 from kvlab.core.model import resolve
 from kvlab.core.recipe import IDENTITY, Recipe
@@ -127,8 +132,8 @@ def test_in_one_go_it_is_what_the_files_say(tiny_params, tiny_calibration, tiny_
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3 * float(theirs.max()))
     assert len(found.tables) == 2
     assert all(torch.equal(table, filed.tables[key]) for key, table in found.tables.items())
-    for recipe in recipes:
-        assert found.stream(recipe.k, "k") and found.stream(recipe.v, "v")
+    for one in recipes:
+        assert found.stream(one.k, "k") and found.stream(one.v, "v")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +153,27 @@ def test_only_what_a_recipe_reads_is_fitted(tiny_params, tiny_calibration, hf_en
     assert set(both.components) == {"k", "v"} and both.calibration_hash != half.calibration_hash
     after = fitted(captured, hf_engine.info, [studied_recipe(tiny_params)], placement="post_rope", layers=[1])
     assert {key[:2] for key in after.tables} == {("k", "post_rope"), ("v", "pre_rope")}
+
+
+def test_k_after_its_rotary_embedding_has_components_of_its_own(tiny_params, tiny_calibration, hf_engine):
+    """About the same means, by the covariance turned over all positions, in the metric of rotated queries."""
+    captured = Captured(tiny_calibration["capture"], hf_engine.info.model_hash)
+    recipes = [recipe("klt", 3), recipe("klt", 3, rotary="after")]
+    both, alone = fitted(captured, hf_engine.info, recipes), fitted(captured, hf_engine.info, recipes[1:])
+    assert set(alone.components) == {"v"} and set(both.components) == {"k", "v"}
+    for layer in range(3):
+        before, after = both.components["k"][layer], both.turned[layer]
+        assert torch.equal(after.mean, before.mean) and torch.equal(after.sink, before.sink)
+        cos, sin = (part[1:64] for part in rotary_angles(hf_engine.info, 64)[layer])
+        due = over_positions(before.covariance.double(), 2, cos, sin).float()
+        torch.testing.assert_close(after.covariance, due, rtol=1e-4, atol=1e-5)
+        form = ridged(ridged_sigma(both.rotated[layer]), tiny_params.calibration.ridge)
+        size = after.head_metric.diagonal(dim1=-2, dim2=-1) / form.diagonal(dim1=-2, dim2=-1)
+        torch.testing.assert_close(size, size[:, :1].expand_as(size), rtol=1e-3, atol=0)
+    for one in (both, alone):
+        k, v = (one.stream(getattr(recipes[1], s), s, "post_rope", by_position=True) for s in "kv")
+        assert k.components is one.turned and [*k.spectra] == [*v.spectra] == [(s, n) for s in "kv" for n in range(3)]
+        assert all(torch.equal(k.spectra["k", n], both.turned[n].variance) for n in range(3))
 
 
 def test_nan_in_a_window_is_refused_and_leaves_nothing(tiny_params, tiny_windows, hf_engine, tmp_path, monkeypatch):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvlab.calibration.moments import PLACEMENTS, Extent, ModelMoments, names, stored_first, stored_queries, stored_rows
 from kvlab.calibration.sigma import second_moment
-from kvlab.codecs.klt import components
-from kvlab.codecs.shared import covariance
+from kvlab.codecs.shared import components, covariance
 from kvlab.codecs.shared.grouping import joined
 from kvlab.codecs.shared.metric import rotated
 from kvlab.codecs.shared.moments import Moments, folds

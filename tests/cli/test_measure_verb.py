@@ -265,7 +265,7 @@ def test_a_place_is_one_that_takes_the_codec(hf_engine, codec):
     from transformers import AutoModelForCausalLM
 
     from kvlab import Cache
-    from kvlab.cache.pages.rows import rows_of
+    from kvlab.cache.pages.token_bytes import rows_of
     from kvlab.cli.checked import recipe_of
     from kvlab.core.errors import UserError
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from kvlab.advice.engines import SERVING
 from kvlab.advice.page import page
+from kvlab.advice.serving_engines import SERVING
 from kvlab.advice.verdicts import CLASSES, OPEN
 from kvlab.cache.files.calibration import load_calibration
 from kvlab.cache.files.recipe import read_recipe_file

@@ -380,7 +380,7 @@ def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
     from kvlab.cache.files.recipe import read_recipe_file
     from kvlab.gate.catalogue.rows import EVIDENCE
     from kvlab.gate.evidence import build
-    from kvlab_pipeline.gate_page.audit.passing_case import valid_case
+    from kvlab_pipeline.gate_page.corruptions.passing_case import valid_case
 
     found = valid_case()["rows"]["fp8"][EVIDENCE][0]
     ours = {"recipe_id": read_recipe_file(recipe).recipe.recipe_id, "model_hash": inputs.info_of(model).model_hash}
@@ -402,8 +402,8 @@ def recipe(tmp_path) -> Path:
 def test_verify_with_another_recipe_says_that_it_could_not_decode(run, tiny_model, ids, tmp_path, recipe):
     from kvlab.cache.files.recipe import write_recipe_file
     from kvlab.codecs.fp8 import Fp8Stream
+    from kvlab.core.codec_settings import IdentityStream
     from kvlab.core.recipe import Recipe
-    from kvlab.core.settings import IdentityStream
 
     flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK, "--recipe", recipe)
     assert run("save", tmp_path / "coded", *flags)[0] == 0

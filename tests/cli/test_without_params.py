@@ -12,7 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
+from cache.pages.test_worker import config as served_config
+from kvlab import Cache
+from kvlab.cache.vllm import worker
 from kvlab.core import hub
+from kvlab.core.errors import CalibrationMismatch
 
 TEXT = "lomi shavo pel driren tuan kalo mi. " * 6
 
@@ -55,6 +59,31 @@ def test_the_cache_of_a_text_is_coded_and_comes_back(run, tiny_model, tmp_path):
     two, six = (load_file(f"{bits}.safetensors") for bits in (2, 6))
     assert two.keys() == wanted.keys() and all(two[n].shape == wanted[n].shape for n in wanted)
     assert 0 < apart(six, wanted, "v") < 0.01 < apart(two, wanted, "v") < 0.3
+
+
+def test_k_less_its_mean_by_position_is_for_pages_alone(run, tiny_model, tmp_path, monkeypatch):
+    """`klt` with rotary: after: one line wherever else its file is given, and nothing written."""
+    text = tiny.write_text(tmp_path / "calibration.txt", seed=1)
+    model, small = ("--model", tiny_model), ("--context", 64, "--windows", 6, "--text", text, "--bits", 3)
+    code, _, err = run("calibrate", *model, *small, "--rotary", "aftr", "--out", "klt3.kv")
+    assert code == 2 and "did you mean 'after'" in err and not Path("klt3.kv").exists()
+    files = "--out", "klt3.kv", "--decoder", "decoder.kv"
+    assert run("calibrate", *model, *small, "--rotary", "after", *files)[0] == 0
+    for file in ("klt3.kv", "decoder.kv"):
+        with pytest.raises(CalibrationMismatch) as found:
+            Cache(AutoModelForCausalLM.from_pretrained(tiny_model), file)
+        assert found.value.code == "calibration.pre-rope-only"
+        asked = ("--recipe", file, "--text", "notes.txt", "--out", "n.kvls")
+        code, said, err = run("encode", *model, *asked)
+        said_last = err.splitlines()[-1]
+        assert (code, said) == (2, "") and "KVLAB_PAGES" in said_last and "rotary: before" in said_last
+    assert not Path("n.kvls").exists()
+    monkeypatch.setenv("KVLAB_PAGES", str(Path("klt3.kv").absolute()))
+    served = worker.made_ready(served_config(tiny_model), worker.read_recipe("KVLAB_PAGES"), by_position=True)
+    assert served.recipe.rotary == "after"
+    with pytest.raises(CalibrationMismatch) as found:
+        worker.made_ready(served_config(tiny_model), worker.read_recipe("KVLAB_PAGES"))
+    assert found.value.code == "calibration.pre-rope-only"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

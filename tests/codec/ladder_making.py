@@ -17,18 +17,18 @@ from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.isotropic import IsotropicStream
 from kvlab.codecs.kivi import KiviStream
-from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.klt import KltStream
 from kvlab.codecs.kvquant import KvQuantStream
 from kvlab.codecs.nf4 import Nf4Stream
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.oscar import OscarStream
 from kvlab.codecs.quantized_cache import QuantizedCacheStream
 from kvlab.codecs.registry import build, fit_class
-from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared import components, whitening
 from kvlab.codecs.turboquant import TurboQuantStream
 from kvlab.codecs.vllm_types import VllmStream
 from kvlab.codecs.wush import WushStream
-from kvlab.core.settings import IdentityStream
+from kvlab.core.codec_settings import IdentityStream
 
 BLOCK = 32
 LAYER = making.SITE.layer

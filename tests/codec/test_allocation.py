@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.codecs.klt.allocation import bits_of, spending_order
-from kvlab.codecs.klt.marginal import MAX_WIDTH, Marginals, gaussian_sketch
+from kvlab.codecs.klt.marginal import MAX_WIDTH, Marginals
 from kvlab.codecs.shared.quantizer import gaussian_table, mse
+from kvlab.codecs.shared.sketch import gaussian_sketch
 from tiers import examples
 
 GAUSSIAN = torch.tensor([1.0] + [mse(gaussian_table(bits)) for bits in range(1, MAX_WIDTH + 1)], dtype=torch.float64)

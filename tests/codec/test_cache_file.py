@@ -190,10 +190,10 @@ torch.set_num_threads(1)
 from functools import partial
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.stream.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
-from kvlab.codecs.klt.components import Components
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.int.codec import IntCodec
 from kvlab.codecs.klt.codec import KltCodec
-from kvlab.codecs.klt.marginal import gaussian_sketch
+from kvlab.codecs.shared.sketch import gaussian_sketch
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.klt import KltStream
 

@@ -2,12 +2,12 @@ import pytest
 import torch
 
 from codec.making import second_moment
-from kvlab.codecs.klt import components
-from kvlab.codecs.klt.marginal import PSEUDO_SAMPLES, Marginals, gaussian_sketch, ranks, sketch
-from kvlab.codecs.shared import covariance, whitening
+from kvlab.codecs.klt.marginal import Marginals
+from kvlab.codecs.shared import components, covariance, whitening
 from kvlab.codecs.shared.grouping import joined
 from kvlab.codecs.shared.moments import folds
 from kvlab.codecs.shared.quantizer import gaussian_table, mse
+from kvlab.codecs.shared.sketch import PSEUDO_SAMPLES, gaussian_sketch, ranks, sketch
 from kvlab.core.errors import CalibrationMismatch, NonFinite
 from refusals import refused
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from codec import ladder_making, making
 from kvlab.codecs.base import Site, StreamCalibration
-from kvlab.codecs.klt import components
 from kvlab.codecs.registry import build
-from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared import components, whitening
 from kvlab.codecs.shared.metric import over_lags, ridged
 from kvlab.codecs.stream.bitstream import frame_bytes
 from tiers import examples

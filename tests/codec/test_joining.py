@@ -14,7 +14,7 @@ from kvlab.codecs.int import IntStream
 from kvlab.codecs.kivi import KiviStream
 from kvlab.codecs.klt.joining import arrays_of, joiner
 from kvlab.codecs.registry import build
-from kvlab.core.settings import IdentityStream
+from kvlab.core.codec_settings import IdentityStream
 
 SITE = Site(0, 1, "v")
 JOINED = [

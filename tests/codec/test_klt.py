@@ -11,15 +11,17 @@ from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.kivi import KiviStream
-from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.allocation import shared, spending_order
 from kvlab.codecs.klt.codec import KltCodec
-from kvlab.codecs.klt.marginal import Marginals, gaussian_sketch, ranks
+from kvlab.codecs.klt.marginal import Marginals
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.trees import Nearest
 from kvlab.codecs.registry import build
+from kvlab.codecs.shared import components
 from kvlab.codecs.shared.grouping import block_diagonal, diagonal_blocks, heads_together, joined, parted
 from kvlab.codecs.shared.quantizer import gaussian_table, mse, quantise
+from kvlab.codecs.shared.sketch import gaussian_sketch, ranks
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, ParamsError, StreamError, UserError
 from refusals import refused

@@ -17,13 +17,22 @@ from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.kivi import KiviStream
-from kvlab.codecs.klt import components
 from kvlab.codecs.nf4 import Nf4Stream
 from kvlab.codecs.nf4 import codec as nf4
 from kvlab.codecs.oscar import OscarStream
 from kvlab.codecs.oscar import codec as oscar
 from kvlab.codecs.registry import build
-from kvlab.codecs.shared import fp16, hadamard_pad, lattice, products, quantizer, rotation, uniform, whitening
+from kvlab.codecs.shared import (
+    components,
+    fp16,
+    hadamard_pad,
+    lattice,
+    products,
+    quantizer,
+    rotation,
+    uniform,
+    whitening,
+)
 from kvlab.codecs.stream import packing
 from kvlab.codecs.stream.bitstream import frame_bytes
 from kvlab.core.errors import CalibrationMismatch, NonFinite, StreamError

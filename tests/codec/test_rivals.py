@@ -50,6 +50,17 @@ def test_recipes_that_were_there_before_keep_their_ids(name, bits):
     assert named_recipe(name, bits).recipe_id == IDS[name, bits]
 
 
+def test_where_k_is_coded_is_a_setting_of_any_codec_but_a_published_one():
+    before, after = named_recipe("klt", 2, recent=128), named_recipe("klt", 2, rotary="after", recent=128)
+    assert named_recipe("klt", 2, rotary="before", recent=128) == before
+    assert (after.k, after.v, after.placement) == (before.k, before.v, "post_rope")
+    assert named_recipe("kivi-paper", 2, rotary="after") == named_recipe("kivi-paper", 2)
+    with refused(ParamsError, "params.rotary-as-published", "kivi-paper", "after"):
+        named_recipe("kivi-paper", 2, rotary="before")
+    with refused(UnknownName, None, "aftr", "did you mean 'after'"):
+        named_recipe("klt", 2, rotary="aftr")
+
+
 @pytest.mark.parametrize("name", [name for name, one in PUBLISHED.items() if not one.fixed])
 def test_a_published_recipe_is_json_and_back_and_asked_for_by_its_name_everywhere(name, tiny_params):
     recipe = named_recipe(name, 2, 3)

@@ -11,9 +11,9 @@ from kvlab.codecs.block.codec import BlockCodec
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared.seeding import stable_seed
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import NonFinite, StreamError, UnknownName, UserError
 from kvlab.core.recipe import CODECS, PluginStream, StreamRecipe
-from kvlab.core.settings import IdentityStream
 from refusals import refused
 
 

@@ -7,9 +7,8 @@ from codec import ladder_making, making
 from codec.making import SITE
 from kvlab.codecs.base import StreamCalibration
 from kvlab.codecs.hadamard import HadamardStream
-from kvlab.codecs.klt import components
 from kvlab.codecs.registry import build
-from kvlab.codecs.shared import quantizer
+from kvlab.codecs.shared import components, quantizer
 from kvlab.codecs.wush import WushStream
 from kvlab.codecs.wush.codec import reach, wush
 from kvlab.core.errors import CalibrationMismatch

@@ -75,6 +75,7 @@ def test_a_draft_is_checked_and_taken_back_over_a_cache_with_windows(engine, win
     assert written == engine.write_over(prompt, cache, 12, draft=[*written[:5], (written[5] + 1) % 300, 3, 4])
 
 
+@pytest.mark.nightly
 def test_vllm_computes_the_same(tmp_path):
     """Below KL 1e-6 in both protocols; where some layers have a window and others none, and where all have one."""
     folders = [tiny.write_model(tmp_path / kind, kind, **tiny.SLIDES[kind]) for kind in ("gemma3", "mistral")]

@@ -23,9 +23,9 @@ from kvlab.cli import main as cli
 from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import Recipe
-from kvlab.core.settings import IdentityStream
 from kvlab.evals.evidence import MEASURING
 from kvlab.evals.run import started
 from kvlab.gate import registry

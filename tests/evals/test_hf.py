@@ -14,10 +14,10 @@ from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.kivi import KiviStream
 from kvlab.codecs.klt import KltStream
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.model import load_tokenizer
 from kvlab.core.recipe import Recipe
-from kvlab.core.settings import IdentityStream
 from kvlab.evals.backend import ScoreRequest, WriteRequest
 from kvlab.evals.canary import ONE_BIT, Guard
 from kvlab.evals.hf import CodedHFSide, HFSide, sides

@@ -33,7 +33,7 @@ from kvlab.gate.catalogue.rows import EVIDENCE
 from kvlab.gate.check import EXIT_CODES, REFERENCE
 from kvlab.gate.reasons import REASONS
 from kvlab.output.terminal import as_text
-from kvlab_pipeline.gate_page.audit.mutations import valid_case
+from kvlab_pipeline.gate_page.corruptions.mutations import valid_case
 from kvlab_pipeline.studies.mechanisms.plan import KEEPING, READING, variants
 from kvlab_pipeline.studies.settings import by_model
 

@@ -3,7 +3,7 @@ import copy
 import pytest
 
 from kvlab.gate.reasons import REASONS
-from kvlab_pipeline.gate_page.audit.mutations import (
+from kvlab_pipeline.gate_page.corruptions.mutations import (
     ABSENT,
     MUTATIONS,
     Mutation,

@@ -39,8 +39,8 @@ from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
 from kvlab.gate.replay import NOT_REPLAYED
 from kvlab.gate.rules import CRITERIA
 from kvlab_pipeline.gate_page import samples
-from kvlab_pipeline.gate_page.audit.mutations import MUTATIONS
-from kvlab_pipeline.gate_page.audit.trust import losses, trust, words_of
+from kvlab_pipeline.gate_page.corruptions.mutations import MUTATIONS
+from kvlab_pipeline.gate_page.corruptions.trust import losses, trust, words_of
 from kvlab_pipeline.gate_page.measured_rows import current_of, rows_of
 from kvlab_pipeline.gate_page.page import REASONS, TEMPLATE, reasons_of, write
 from kvlab_pipeline.gate_page.power import CHURN, LOSSES, NOMINAL, SIZES, WORDS
@@ -489,7 +489,7 @@ def test_every_corruption_is_listed_and_detected(why, numbers):
 
 
 def test_a_corruption_that_is_missed_would_be_told(monkeypatch, rows, tmp_path):
-    from kvlab_pipeline.gate_page.audit import mutations
+    from kvlab_pipeline.gate_page.corruptions import mutations
 
     made = mutations.table(MUTATIONS[:3])
     made[1]["detected"] = False

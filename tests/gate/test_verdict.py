@@ -143,7 +143,7 @@ def test_only_the_thresholds_are_read(whole):
 
 
 def test_planted_damage_earns_its_word(tmp_path):
-    params = small_params(windows={"test": 32, "eval": 65})
+    params = small_params(studies=["cells"], windows={"test": 32, "eval": 65})
     harmless = Effects(base=1e-6, engine=0, protocol=0, variance_ratio=3.0, pairs={}, nll_per_kl=1.0)
     verdict = judge(params, make(tmp_path, params, harmless))
     words = {(cell["variance_ratio"], cell["label"]): cell["verdict"] for cell in verdict["cells"]}
@@ -159,14 +159,14 @@ def test_planted_damage_earns_its_word(tmp_path):
     ],
 )
 def test_disagreeing_engines_withhold_cross_engine_numbers(tmp_path, effects, name):
-    params = small_params()
+    params = small_params(studies=[])
     verdict = judge(params, make(tmp_path, params, effects))
     assert failing(verdict) == [name]
     assert not verdict["publishable"] and not verdict["cross_engine_allowed"]
 
 
 def test_one_engine_may_publish_but_not_compare(tmp_path):
-    params = small_params(engines=["hf"])
+    params = small_params(studies=[], engines=["hf"])
     verdict = judge(params, make(tmp_path, params))
     assert verdict["publishable"] and not verdict["cross_engine_allowed"]
 

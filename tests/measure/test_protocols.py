@@ -15,9 +15,9 @@ from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.identity.codec import IdentityCodec
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.stream.cache_file import CacheHeader, CacheReader, CacheWriter
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CodecNotActive, Fault
 from kvlab.core.recipe import IDENTITY, Cell, Recipe, digest
-from kvlab.core.settings import IdentityStream
 from kvlab.measure.coding import CleanCapture, Coder, InForward
 from kvlab.measure.scoring import CANARY, WindowRun
 from kvlab.measure.subjects import probed, probes_of

@@ -21,8 +21,10 @@ from kvlab.text import corpus, needles, ruler
 from kvlab_pipeline.gate_page import measured_rows
 from kvlab_pipeline.replay import Workspace
 from kvlab_pipeline.studies.mechanisms.measure import mechanisms
+from kvlab_pipeline.studies.mechanisms.plan import BASELINE
 
 SLUG = "tiny"
+EVAL = 8  # scored tokens of a window: a row of the Cache takes a step for each
 
 
 class Made(NamedTuple):
@@ -53,9 +55,12 @@ class Made(NamedTuple):
     def replayer(self, items=1):
         return Workspace({SLUG: self.params}, items, self.root)
 
-    def claims(self, rows, items=1, replayer=...):
-        """Claims by `row_id`."""
+    def claims(self, rows, items=1, replayer=..., only=()):
+        """Claims by `row_id`; where some labels are named, of these and of what they are held against alone."""
         replayer = self.replayer(items) if replayer is ... else replayer
+        if only:
+            wanted = {self.of(label) for label in (*only, BASELINE)}
+            rows = [row for row in rows if row.values["row_id"].split("/", 2)[2] in wanted]
         report = check(rows, self.context, replayer=replayer)
         return {claim.row["row_id"].split("/", 2)[2]: claim for claim in report.claims}
 
@@ -83,7 +88,7 @@ def workspace(root: Path, params, engines: tuple[str, ...], test: int, evals: Pa
         "model": params.model.model_copy(update={"slug": SLUG}),
         "engines": engines,
         "corpus": params.corpus.model_copy(update={"source": str(text)}),
-        "windows": params.windows.model_copy(update={"test": test}),
+        "windows": params.windows.model_copy(update={"test": test, "eval": EVAL}),
         "mechanisms": params.mechanisms.model_copy(update=asked),
     }
     params, calib = params.model_copy(update=changed), root / "calib"

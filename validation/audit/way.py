@@ -188,8 +188,8 @@ def _late_positions(changes: Changes) -> None:
     from kvlab.engines.hf.engine import HFEngine
 
     def made(rotation):
-        def planted(self, layer, tokens):
-            turn = rotation(self, layer, tokens + 1)
+        def planted(self, tokens, layer):
+            turn = rotation(self, tokens + 1, layer)
             return lambda k: turn(torch.cat([k[:, :, :1], k], dim=2))[:, :, 1:]
 
         return planted

@@ -7,8 +7,8 @@ from dataclasses import replace
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.figure import (
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.figure import (
     GREY,
     INK,
     PALE,

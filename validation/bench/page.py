@@ -8,7 +8,7 @@ from pathlib import Path
 from kvlab.core.records import atomic, write_text
 from kvlab.output import format as fmt
 from kvlab.output.rendering import environment, tidy
-from kvlab_pipeline.pages import svg
+from kvlab_pipeline.rendering import svg
 from validation.bench import contest, figures, summary
 from validation.bench.summary import PARTS, STREAMS, family, mean, order, over_layers, speed, spread, texts
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.base import Site, StreamCalibration
-from kvlab.codecs.klt.components import FLOOR
+from kvlab.codecs.shared.components import FLOOR
 from kvlab.codecs.shared.grouping import block_diagonal, heads_together, joined, parted
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import UserError

@@ -11,15 +11,15 @@ from torch import Tensor
 from kvlab.calibration.needs import reads
 from kvlab.codecs.base import Codec, Encoded, Site, StreamCalibration
 from kvlab.codecs.block import BlockStream
-from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.klt import KltStream
 from kvlab.codecs.registry import build
-from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared import components, whitening
 from kvlab.codecs.shared.metric import ridged
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
+from kvlab.core.codec_settings import Conditioned, IdentityStream
 from kvlab.core.errors import CapabilityError
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, WHOLE, Recipe, StreamRecipe
-from kvlab.core.settings import Conditioned, IdentityStream
 from kvlab_pipeline.studies.ladder.plan import rungs
 from validation.bench.rivals import LIBRARIES, EncodedTensor, Library, LibraryCodec, usable
 from validation.bench.sources import StreamSample

@@ -24,11 +24,11 @@ from kvlab.codecs.base import Site
 from kvlab.codecs.block import BlockStream
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
-from kvlab.codecs.klt import KltStream, components
-from kvlab.codecs.shared import whitening
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.shared import components, whitening
 from kvlab.codecs.shared.metric import ridged, rotated
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.recipe import Recipe, StreamRecipe
-from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import Engine, Part
 from kvlab.engines.hooks import attention_layers
 from kvlab.measure.coding import Coded, Coder

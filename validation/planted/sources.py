@@ -20,13 +20,14 @@ from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.codec import vector_bits
-from kvlab.codecs.klt.components import Components
-from kvlab.codecs.klt.marginal import MAX_WIDTH, gaussian_sketch
+from kvlab.codecs.klt.marginal import MAX_WIDTH
 from kvlab.codecs.shared import quantizer
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.shared.seeding import generator
+from kvlab.codecs.shared.sketch import gaussian_sketch
 from kvlab.codecs.shared.whitening import Whitener
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.recipe import Cell, Recipe
-from kvlab.core.settings import IdentityStream
 from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Column
 from validation.limit import theory as limit

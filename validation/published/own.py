@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from kvlab.core.errors import StorageError
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.parts import KL_UNIT
-from kvlab_pipeline.pages.withheld import undecided, withheld_because
+from kvlab_pipeline.rendering.parts import KL_UNIT
+from kvlab_pipeline.rendering.withheld import undecided, withheld_because
 from kvlab_pipeline.studies.factors import chapter as report_tables
 from validation.published.reanalyse import Figures
 from validation.published.tables import Numbers, points, printed

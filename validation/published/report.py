@@ -9,7 +9,7 @@ from pathlib import Path
 from kvlab.output import format as fmt
 from kvlab.output.rendering import environment, listing, tidy
 from kvlab.stats.bootstrap import FEWEST_FOR_BCA
-from kvlab_pipeline.pages.parts import needing, resolution
+from kvlab_pipeline.rendering.parts import needing, resolution
 from validation.published import phases, rank, tables
 from validation.published.families import READ, REFUSED, UNKNOWN, SourceFile
 from validation.published.mismatch import DIFFERS, NOT_RECORDED, GroupComparison, comparisons, indistinct

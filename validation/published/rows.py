@@ -17,7 +17,7 @@ from typing import Literal
 
 import polars as pl
 
-from kvlab.core.settings import Frozen
+from kvlab.core.codec_settings import Frozen
 
 WINDOWS = pl.Schema(
     {

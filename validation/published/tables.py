@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvlab.core.params import VerdictSection
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Estimate
-from kvlab_pipeline.pages.parts import reading, resolution
+from kvlab_pipeline.rendering.parts import reading, resolution
 from kvlab_pipeline.report.verdict import decide, windows_to_settle
 from validation.published import verdicts
 from validation.published.families import SourceFile

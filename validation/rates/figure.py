@@ -5,8 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.figure import (
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.figure import (
     DOWN,
     GREY,
     INK,
@@ -21,7 +21,7 @@ from kvlab_pipeline.pages.figure import (
     log_axis,
     shape_of,
 )
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from validation.rates import compare
 
 TEXTS = {"other": "encyclopedia, not the calibration's kind", "test": "docstrings, the calibration's kind"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlab.codecs.recipes import named_recipe
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.recipe import Recipe
-from kvlab.core.settings import IdentityStream
 
 EXACT = "16 bits"
 """In the place of a codec: K or V as the engine holds them without a format."""

@@ -15,14 +15,14 @@ from kvlab.calibration.components import FIELDS, Fitting
 from kvlab.calibration.load import Calibrated, TableKey
 from kvlab.calibration.metrics import Angles, ErrorMetrics
 from kvlab.calibration.moments import STREAMS
-from kvlab.calibration.needs import coded_by, reads
+from kvlab.calibration.needs import by_position, coded_by, reads
 from kvlab.calibration.sigma import second_moments
 from kvlab.calibration.tables import fit_table, residual_pool
 from kvlab.calibration.whole import fit_whole
 from kvlab.codecs.block import BlockStream
-from kvlab.codecs.klt.components import Components
 from kvlab.codecs.registry import fit_class
 from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import ModelInfo
@@ -101,8 +101,9 @@ def fitted(
         at: {layer: whitening.fit(moment, ridge) for layer, moment in found.items()} for at, found in sigma.items()
     }
     metrics = ErrorMetrics(info, observed.context)
-    fitting = Fitting(observed, whiteners["pre_rope"], metrics, ridge)
+    fitting = Fitting(observed, whiteners["pre_rope"], metrics, ridge, whiteners["post_rope"])
     components = _components(fitting, info, recipes)
+    turned = {layer: fitting.turned(layer) for layer in range(info.n_layers)} if any(map(by_position, recipes)) else {}
     archive = fit_archive(observed, fitting, info) if asks_for_archive(recipes) else None
     whole = {codec: fit_whole(codec, observed, info, recipes) for codec in _whole_codecs(recipes)}
     outputs = _outputs(observed, recipes)
@@ -113,6 +114,7 @@ def fitted(
     sigma_hash = fingerprint(*(t.numpy() for w in whiteners["pre_rope"].values() for t in (w.chol, w.inv_chol)))
     everything = [t for at in whiteners.values() for w in at.values() for t in (w.chol, w.inv_chol)]
     everything += [t for by_layer in components.values() for one in by_layer.values() for t in _tensors(one)]
+    everything += [t for one in turned.values() for t in _tensors(one)]
     everything += [t for by_layer in own.values() for one in by_layer.values() for t in vars(one).values()]
     everything += [bias for by_layer in biases.values() for bias in by_layer.values()]
     everything += archive.tensors.values() if archive else []
@@ -123,6 +125,7 @@ def fitted(
         rotated=whiteners["post_rope"],
         tables=tables,
         components=components,
+        turned=turned,
         archive=archive,
         whole=whole,
         biases=biases,
@@ -157,7 +160,8 @@ def _whole_codecs(recipes: Sequence[Recipe]) -> list[str]:
 
 
 def _components(fitting: Fitting, info: ModelInfo, recipes: Sequence[Recipe]) -> dict[str, dict[int, Components]]:
-    due = [s for s in STREAMS if any("components" in reads(getattr(recipe, s), s) for recipe in recipes)]
+    own = {"k": [recipe.k for recipe in recipes if not by_position(recipe)], "v": [recipe.v for recipe in recipes]}
+    due = [s for s in STREAMS if any("components" in reads(stream, s) for stream in own[s])]
     return {stream: {layer: fitting.components(layer, stream) for layer in range(info.n_layers)} for stream in due}
 
 

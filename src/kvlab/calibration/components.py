@@ -8,7 +8,7 @@ windows, quantiles from the sample that was kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -22,11 +22,13 @@ from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
-from kvlab.codecs.klt import components as klt
-from kvlab.codecs.klt.components import TINY, Components
+from kvlab.codecs.shared import components as klt
+from kvlab.codecs.shared.components import TINY, Components
 from kvlab.codecs.shared.metric import ridged
+from kvlab.codecs.shared.moments import Moments
+from kvlab.codecs.shared.turning import turned_about, turned_moments
 from kvlab.codecs.shared.whitening import Whitener
-from kvlab.core.errors import CalibrationMismatch, NonFinite
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite
 from kvlab.core.model import resolve
 from kvlab.core.params import Params
 from kvlab.core.records import atomic, file_hash, forget, to_header, write_json
@@ -103,12 +105,15 @@ class Fitting:
         Of the model, at the context's length.
     ridge : float
         ``calibration.ridge``.
+    rotated : dict of int to Whitener
+        Sigma_q of the queries after their rotary embedding by layer, for K that is coded after it.
     """
 
     observed: WindowStatistics
     whiteners: dict[int, Whitener]
     metrics: ErrorMetrics
     ridge: float
+    rotated: dict[int, Whitener] = field(default_factory=dict)
 
     def sample(self, layer: int, stream: str) -> Tensor:
         """K or V of the windows that were kept, float32 [heads, sampled windows, context - 1, head_dim].
@@ -121,20 +126,50 @@ class Fitting:
         """What errors are weighed by, ridged and in nats, float64 [heads, head_dim, head_dim]."""
         sigma = ridged_sigma(self.whiteners[layer])
         form = ridged(self.metrics.k(layer, sigma) if stream == "k" else self.metrics.v(layer), self.ridge)
-        return form * self._nats(layer, stream, form)[:, None, None]
+        return self._in_nats(layer, stream, form, self.observed.moments(layer, stream))
 
-    def _nats(self, layer: int, stream: str, form: Tensor) -> Tensor:
-        """What makes a form of each head cost what was measured, were errors in proportion to the values [heads]."""
-        _, _, scatter = self.observed.moments(layer, stream).pooled()
-        power = scatter.diagonal(dim1=-2, dim2=-1).reshape(len(form), -1)
-        cost = (self.observed.loss(layer, stream) * power).sum(-1)
+    def _in_nats(self, layer: int, stream: str, form: Tensor, coded: Moments) -> Tensor:
+        """A form that costs of each head what was measured, were errors in proportion to values of these moments."""
+        seen, power = (
+            moments.pooled()[2].diagonal(dim1=-2, dim2=-1).reshape(len(form), -1)
+            for moments in (self.observed.moments(layer, stream), coded)
+        )
+        cost = (self.observed.loss(layer, stream) * seen).sum(-1)
         told = (form.diagonal(dim1=-2, dim2=-1) * power).sum(-1)
-        return (cost / told.clamp(min=TINY)).clamp(min=TINY)
+        return form * (cost / told.clamp(min=TINY)).clamp(min=TINY)[:, None, None]
 
     def components(self, layer: int, stream: str) -> Components:
         """Those of one layer's K or V."""
         moments, sink = self.observed.moments(layer, stream), self.observed.first(layer, stream)
         return klt.fit_moments(moments, self.sample(layer, stream), self.metric(layer, stream), sink)
+
+    def turned(self, layer: int) -> Components:
+        """Those of one layer's K after its rotary embedding, less its mean by position (`codecs.shared.turning`).
+
+        A rotated query meets the error of a rotated key as it is, so errors are weighed by Sigma_q of rotated queries,
+        each head by what its errors cost before the rotary embedding.
+
+        Raises
+        ------
+        CapabilityError
+            The rotary embedding turns a part of the head only.
+        """
+        moments, sample = self.observed.moments(layer, "k"), self.sample(layer, "k")
+        cos, sin = (part[1 : self.observed.context] for part in self.metrics.angles[layer])
+        if 2 * cos.shape[1] != sample.shape[-1]:
+            raise CapabilityError(
+                f"the rotary embedding turns {2 * cos.shape[1]} of {sample.shape[-1]} dimensions of a head, and rotary:"
+                " after turns the whole mean of K; give rotary: before",
+                code="capability.partial-rope",
+            )
+        _, mean, _ = moments.pooled()
+        mean = mean.reshape(len(sample), -1)
+        coded = turned_moments(moments, len(sample), cos, sin)
+        form = ridged(ridged_sigma(self.rotated[layer]), self.ridge)
+        metric = self._in_nats(layer, "k", form, coded)
+        return klt.fit_moments(
+            coded, turned_about(sample, mean.to(sample), cos, sin), metric, self.observed.first(layer, "k")
+        )
 
 
 def ridged_sigma(whitener: Whitener) -> Tensor:

@@ -17,7 +17,8 @@ from kvlab.calibration.needs import CalibrationPiece, coded_by, pieces, reads
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.calibration.whole import Whole
 from kvlab.codecs.base import StreamCalibration
-from kvlab.codecs.klt.components import Components
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import ModelInfo
@@ -65,7 +66,9 @@ class Calibrated:
     corpus_hash, sigma_hash, calibration_hash : str
         Of the windows, of the Sigma_q file, and of all files together.
     components : dict of str to dict of int to Components
-        By stream and layer.
+        By stream and layer; K before its rotary embedding.
+    turned : dict of int to Components
+        By layer, of K after its rotary embedding less its mean by position (`codecs.shared.turning`).
     own : dict
         What codecs fitted by themselves, by stream and codec, and by layer.
     spectra : dict of tuple of str and int to Tensor
@@ -88,6 +91,7 @@ class Calibrated:
     calibration_hash: str
     components: dict[str, dict[int, Components]] = field(default_factory=dict)
     rotated: dict[int, Whitener] = field(default_factory=dict)
+    turned: dict[int, Components] = field(default_factory=dict)
     own: dict[tuple[str, str], dict[int, Any]] = field(default_factory=dict)
     spectra: dict[tuple[Literal["k", "v"], int], torch.Tensor] = field(default_factory=dict)
     archive: Archive | None = None
@@ -102,9 +106,25 @@ class Calibrated:
             self.spectra.update({(stream, layer): one.variance for stream, layer, one in whole})
 
     def stream(
-        self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope"
+        self,
+        recipe: StreamRecipe,
+        which: Literal["k", "v"],
+        placement: Placement = "pre_rope",
+        by_position: bool = False,
     ) -> StreamCalibration | None:
         """What a codec of this recipe reads for K or for V, and nothing else; None for one that reads nothing.
+
+        Parameters
+        ----------
+        recipe : StreamRecipe
+            Of the stream.
+        which : {"k", "v"}
+            Which one it is.
+        placement : {"pre_rope", "post_rope"}
+            Whether K is coded before or after its rotary embedding.
+        by_position : bool
+            Whether who asks gives the codec K after its rotary embedding as `codecs.shared.turning` means it, for
+            which it has to know the position of each token. `klt` has components of that K and of no other.
 
         Raises
         ------
@@ -116,19 +136,28 @@ class Calibrated:
         due = reads(recipe, which)
         if not due:
             return None
-        if {"components", "own"} & {*due} and (which, placement) == ("k", "post_rope"):
+        after = (which, placement) == ("k", "post_rope")
+        turned = after and by_position and isinstance(recipe, KltStream)
+        if turned and not self.turned:
+            raise CalibrationMismatch(
+                "the calibration holds no components of K after its rotary embedding; make one with kvlab calibrate"
+                " --rotary after",
+                code="calibration.not-turned",
+            )
+        if {"components", "own"} & {*due} and after and not turned:
             raise CalibrationMismatch(
                 f"codec {recipe.codec!r} reads components of K, which are fitted pre_rope only; with placement"
-                " post_rope use a codec without them, such as block, or int without center",
+                " post_rope use a codec without them, such as block, or int without center; rotary: after of klt is"
+                " read by vLLM's coded pages alone (KVLAB_PAGES), so give rotary: before",
                 code="calibration.pre-rope-only",
             )
         return StreamCalibration(
             whiteners=self.metric(placement) if "whitener" in due else {},
             centroids=self._table(recipe, which, placement) if "table" in due else None,
-            components=self.components.get(which, {}) if "components" in due else {},
+            components=(self.turned if turned else self.components.get(which, {})) if "components" in due else {},
             own=self.own.get((which, recipe.codec), {}) if "own" in due else {},
             stream=which,
-            spectra=self.spectra if "spectra" in due else {},
+            spectra=self._spectra(placement) if "spectra" in due else {},
             biases=self.biases.get((which, placement if which == "k" else "pre_rope"), {}) if "bias" in due else {},
             outputs=self.outputs if "outputs" in due else {},
         )
@@ -169,6 +198,13 @@ class Calibrated:
         if piece.kind == "spectra":
             return tuple(variance for _, variance in sorted(self.spectra.items()))
         return tuple(getattr(self.components[piece.stream][piece.place], name) for name in FIELDS)
+
+    def _spectra(self, placement: Placement) -> dict[tuple[Literal["k", "v"], int], torch.Tensor]:
+        """Those of K at a placement and of V, of K first, from the first layer on."""
+        if placement == "pre_rope":
+            return self.spectra
+        whole = {("k", layer): one.variance for layer, one in self.turned.items() if isinstance(one, Components)}
+        return dict(sorted((self.spectra | whole).items()))
 
     def metric(self, placement: Placement) -> dict[int, Whitener]:
         """The whiteners of K at a placement, by layer."""

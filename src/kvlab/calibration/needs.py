@@ -6,9 +6,10 @@ from itertools import product
 from typing import NamedTuple, get_args
 
 from kvlab.codecs.isotropic import IsotropicStream
+from kvlab.codecs.klt import KltStream
+from kvlab.core.codec_settings import Kind, Tensor
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import CODECS, Cell, Placement, PluginStream, Recipe, StreamRecipe, digest
-from kvlab.core.settings import Kind, Tensor
 
 FILES: dict[Kind, str] = {
     "whitener": "sigma",
@@ -56,6 +57,11 @@ def reads(recipe: StreamRecipe, which: Tensor) -> tuple[Kind, ...]:
     found = {*own, *(kind for kind, is_read in front.items() if is_read)}
     found -= {"whitener"} if which == "v" else set()  # Sigma_q weighs errors of K
     return tuple(kind for kind in get_args(Kind) if kind in found)
+
+
+def by_position(recipe: Recipe) -> bool:
+    """Whether K's mean is taken off by the position of a token: `klt` of K after its rotary embedding."""
+    return recipe.rotary == "after" and isinstance(recipe.k, KltStream)
 
 
 def needs_calibration(recipe: StreamRecipe) -> bool:

@@ -10,6 +10,7 @@ from kvlab.cli.flags import (
     Dtype,
     Engine,
     Most,
+    choice,
     model_folder,
     most_windows,
     number,
@@ -19,6 +20,7 @@ from kvlab.cli.flags import (
     window_count,
     word,
 )
+from kvlab.codecs.recipes import ROTARIES
 from kvlab.core.errors import UserError
 
 MOST = Most(32)
@@ -33,6 +35,7 @@ def calibrate_verb(
     v_bits: Annotated[float | None, number("of V, where they are others", float)] = None,
     sink: Annotated[int, number("first tokens of a sequence that stay exact; default: 0", whole(0))] = 0,
     recent: Annotated[int, number("newest tokens that stay exact; default: 0", whole(0))] = 0,
+    rotary: Annotated[str | None, choice("where K is coded; default: before, or as published", ROTARIES)] = None,
     engine: Engine = "hf",
     dtype: Dtype = "float32",
     context: Annotated[int, number("tokens of a window; default: 512", whole(8))] = 512,
@@ -49,6 +52,7 @@ def calibrate_verb(
       kvlab calibrate --model models/reference --codec klt --bits 4 --out klt4.kv
 
     --sink 4 --recent 128 keep these tokens exact: what is lost while text is written is mostly lost on the newest.
+    --rotary after makes steps of vLLM with coded pages (KVLAB_PAGES) shorter and loses more; nothing else reads it.
     --decoder writes another file beside it, of what a machine needs that only decodes: a few times smaller.
     """
     args = SimpleNamespace(**locals())  # what was asked for, for the functions below
@@ -58,7 +62,7 @@ def calibrate_verb(
     config = config_of(args.model)
     refuse_absent(args.engine)
     ends = {name: count for name, count in (("sink", args.sink), ("recent", args.recent)) if count}
-    recipe = recipe_of(args.codec, args.bits, args.v_bits, **ends)
+    recipe = recipe_of(args.codec, args.bits, args.v_bits, rotary=args.rotary, **ends)
     text = readable_text(args.text, args.context, config) if args.text else None
     if args.out.suffix != ".kv":
         raise UserError(f"--out {args.out}; allowed: a name that ends in .kv")

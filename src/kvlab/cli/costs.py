@@ -8,7 +8,7 @@ from statistics import median
 
 from kvlab.cache.hf.coder import StreamCoder
 from kvlab.cache.pages.exact import kept_exact
-from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.cache.vllm.worker import refuse_mixed
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Site

@@ -17,7 +17,7 @@ from kvlab.advice.choice import LossWish, Setting
 from kvlab.advice.serving import CacheFormat, OwnFormat, ServingEngine
 from kvlab.advice.verdicts import answer, bound, verdict
 from kvlab.cache.hf.codec_tables import resident_bytes
-from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration
 from kvlab.cli.advised import Advice, EngineLine, SettingCost, SettingRow
@@ -29,12 +29,12 @@ from kvlab.cli.flags import most_windows
 from kvlab.codecs.base import Site
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.registry import build
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CapabilityError, CodecNotActive, CorpusError, Fault, UserError
 from kvlab.core.model import ModelInfo, load_tokenizer
 from kvlab.core.origin import told_of
 from kvlab.core.recipe import Recipe
 from kvlab.core.records import SAME, sha256, versions
-from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.measure import quick_run

@@ -12,7 +12,7 @@ from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError, UserError
 
 if TYPE_CHECKING:
-    from kvlab.codecs.klt.components import Components
+    from kvlab.codecs.shared.components import Components
 
 
 @dataclass(frozen=True)

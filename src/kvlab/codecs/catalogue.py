@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from kvlab.codecs import plugins
+from kvlab.core.codec_settings import Conditioned, Published
 from kvlab.core.errors import suggestion
 from kvlab.core.recipe import CODECS, STREAMS, WHOLE, Recipe, StreamRecipe
-from kvlab.core.settings import Conditioned, Published
 
 TENSORWISE = tuple(name for name in CODECS if name not in WHOLE)
 """Those that code one tensor at a time, as `kvlab.codecs.base.Codec` says."""

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from kvlab.core.codec_settings import Frozen, Plugin
 from kvlab.core.errors import ParamsError, PluginError, UnknownName
 from kvlab.core.recipe import STREAMS, PluginStream
-from kvlab.core.settings import Frozen, Plugin
 
 GROUP = "kvlab.codecs"
 OURS = tuple(PluginStream.model_fields)  # what a recipe says of a codec besides its settings

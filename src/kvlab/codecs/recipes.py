@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.catalogue import AS_PUBLISHED, CONDITIONABLE, PUBLISHED, UNSTORED, has_bits
 from kvlab.codecs.plugins import names, plugin_stream, settings_of
+from kvlab.core.codec_settings import Conditioned
 from kvlab.core.errors import CapabilityError, ParamsError, UnknownName
 from kvlab.core.params import Params
 from kvlab.core.recipe import CODECS, STREAMS, Recipe, StreamRecipe
-from kvlab.core.settings import Conditioned
 
 CONDITIONS = {
     "": {},
@@ -21,12 +21,18 @@ CONDITIONS = {
     "center+whiten": {"center": True, "whiten": True},
     "center+weigh": {"center": True, "weigh": True},
 }
+ROTARIES = ("before", "after")
 STUDIED = "studied"
 """The name of the recipe that params.yaml describes."""
 
 
 def named_recipe(
-    codec: str, bits: float | None = None, v_bits: float | None = None, params: Params | None = None, **settings
+    codec: str,
+    bits: float | None = None,
+    v_bits: float | None = None,
+    params: Params | None = None,
+    rotary: str | None = None,
+    **settings,
 ) -> Recipe:
     """The recipe that codes K and V with one codec.
 
@@ -41,6 +47,8 @@ def named_recipe(
         Of K, and of V where they differ; else those of `params`. A codec without a choice, such as ``fp8``, takes none.
     params : Params, optional
         `codec` and `calibration` of params.yaml describe ``block``, which is the studied recipe on the Gaussian table.
+    rotary : {"before", "after"}, optional
+        Whether K is coded before its rotary embedding or after it; by default as the codec's name says, mostly before.
     **settings
         Other settings of the codec, for K and V alike, such as ``block_size=64``.
 
@@ -53,6 +61,16 @@ def named_recipe(
     CapabilityError
         It is a control of measurements, which stores nothing, or is described in params.yaml, and there is none.
     """
+    if rotary is not None:
+        found = named_recipe(codec, bits, v_bits, params, **settings)
+        if rotary not in ROTARIES:
+            raise UnknownName("rotary", rotary, ROTARIES)
+        if codec.partition("+")[0] in PUBLISHED and rotary != found.rotary:
+            raise ParamsError(
+                f"codec {codec!r} is as published, with rotary: {found.rotary}; leave rotary out",
+                code="params.rotary-as-published",
+            )
+        return Recipe(k=found.k, v=found.v, rotary=rotary)
     if params is not None and bits is None and codec != STUDIED and _takes_bits(codec):
         bits, v_bits = params.bits, params.v_bits
     if codec.partition("+")[0] in PUBLISHED:

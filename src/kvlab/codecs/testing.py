@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.base import Codec, Encoded, Site, StreamCalibration
-from kvlab.codecs.klt import components
 from kvlab.codecs.recipes import stream_recipe
 from kvlab.codecs.registry import build, class_of
+from kvlab.codecs.shared import components
 from kvlab.codecs.shared.whitening import fit
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import CodecNotActive, Fault, KvlabError, NonFinite, StreamError

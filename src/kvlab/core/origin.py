@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import ModelError
-from kvlab.core.settings import Frozen
 from kvlab.core.wheels import WheelFile
 
 ORIGIN = "origin.json"

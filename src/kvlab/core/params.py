@@ -16,11 +16,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from kvlab.core.codec_settings import Bits, BlockSettings, Frozen
 from kvlab.core.errors import ParamsError
 from kvlab.core.limits import no_wildcard
 from kvlab.core.paramfile import held_to, unknown_key
 from kvlab.core.recipe import DType, Engine, Protocol
-from kvlab.core.settings import Bits, BlockSettings, Frozen
 
 SLUG = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 

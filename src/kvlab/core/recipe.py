@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_serializer, model_validator
 
+from kvlab.core.codec_settings import Frozen, IdentityStream, Plugin, without
 from kvlab.core.engines import EngineInfo
 from kvlab.core.errors import suggestion
-from kvlab.core.settings import Frozen, IdentityStream, Plugin, without
 
 DType = Literal["float32", "bfloat16"]
 Protocol = Literal["in_forward", "snapshot"]

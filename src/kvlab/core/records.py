@@ -23,10 +23,10 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 
 from kvlab.core import parent_watch
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import NonFinite, StaleResult, StorageError
 from kvlab.core.output_paths import refuse_no_file
 from kvlab.core.recipe import ID_LENGTH, Cell, digest
-from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Testimony
 
 # One row per scored token; nats, natural logarithm; `kl` is over the full vocabulary, reference first.

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import model_serializer
 
-from kvlab.core.settings import Frozen, without
+from kvlab.core.codec_settings import Frozen, without
 
 
 class Proof(Frozen):

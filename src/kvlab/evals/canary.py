@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvlab.codecs.int import IntStream
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import Recipe
 from kvlab.core.records import CANARY_MIN
-from kvlab.core.settings import IdentityStream
 from kvlab.evals.backend import Kind, ScoreRequest, Side, Sides, WriteRequest
 
 ONE_BIT = {

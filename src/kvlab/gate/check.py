@@ -21,8 +21,8 @@ from typing import Literal
 
 from pydantic import computed_field
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.recipe import canonical, digest
-from kvlab.core.settings import Frozen
 from kvlab.gate.cases import BASELINE, Case, Context
 from kvlab.gate.catalogue.columns import COLUMNS, DECLARED, TIERS
 from kvlab.gate.catalogue.rows import Row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from kvlab.core.settings import Frozen
+from kvlab.core.codec_settings import Frozen
 
 # One line each: what the code means.
 ROW_REASONS: dict[str, str] = {

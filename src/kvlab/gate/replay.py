@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvlab.core.settings import Frozen
+from kvlab.core.codec_settings import Frozen
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.reasons import Reason
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, StringConstraints, ValidationError, model_validator
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import UserError, suggestion
-from kvlab.core.settings import Frozen
 from kvlab.gate.catalogue.strict import read_yaml
 
 CONFIGURATION = {

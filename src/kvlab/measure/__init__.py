@@ -1,1 +1,1 @@
-"""The one measuring loop: subjects on windows, scores, the store; `subjects.py` refuses a codec that moves nothing."""
+"""The one measuring loop: subjects on windows, scores, the store; `scoring.py` refuses a codec that moves nothing."""

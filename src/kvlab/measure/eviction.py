@@ -104,12 +104,26 @@ class EvictingCoder(KeepingCoder):
         layers, kept = range(len(self.made) // len(STREAMS)), asked.budget(context)
         if asked.policy == "sinks":
             return [latest(context, kept, asked.sinks)] * len(layers)
-        if asked.policy == "small_keys":
-            scores = [small_keys(self.made[layer, "k"]) for layer in layers]
-        else:
-            turn, last = self.rotation(context), asked.recent
-            scores = [last_attention(turn, clean.queries[n], self.made[n, "k"], last) for n in layers]
+        scores = [SCORES[asked.policy](self, clean, layer) for layer in layers]
         return [select(one.cpu(), kept, asked.sinks, asked.recent) for one in scores]
+
+
+def by_keys(coder: EvictingCoder, _clean: CleanCapture, layer: int) -> Tensor:
+    """Scores of ``small_keys`` [tokens]."""
+    return small_keys(coder.made[layer, "k"])
+
+
+def by_attention(coder: EvictingCoder, clean: CleanCapture, layer: int) -> Tensor:
+    """Scores of ``attention`` [tokens]."""
+    k = coder.made[layer, "k"]
+    return last_attention(coder.rotation(k.shape[1]), clean.queries[layer], k, coder.asked.recent)
+
+
+SCORES: dict[str, Callable[[EvictingCoder, CleanCapture, int], Tensor]] = {
+    "small_keys": by_keys,
+    "attention": by_attention,
+}
+"""How an eviction scores a layer's tokens, the highest of which stay; ``sinks`` needs no score."""
 
 
 def last_attention(turn: Turn, q: Tensor, k: Tensor, last: int) -> Tensor:

@@ -17,10 +17,10 @@ import psutil
 import torch
 
 from kvlab.core import parent_watch
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import KvlabError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import PAGES_VARIABLE
-from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Pool, Proof
 from kvlab.engines.capability import CODED
 

@@ -18,9 +18,9 @@ from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Site
 from kvlab.codecs.cast import CastStream
 from kvlab.codecs.shared.seeding import generator
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import SPAN_OF, Recipe
-from kvlab.core.settings import IdentityStream
 from kvlab.core.testimony import Testimony
 from kvlab.engines.base import Engine
 from kvlab.measure.cache_codecs import coder_of

@@ -23,9 +23,9 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from kvlab.codecs.stream.tree import LEAF
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.records import storage_error
-from kvlab.core.settings import Frozen
 from kvlab_mechanisms.ledger.merkle import Tree
 
 FOLDER = Path("results/ledger")

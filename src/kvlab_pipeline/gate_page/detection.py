@@ -7,8 +7,8 @@ from pathlib import Path
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import svg
-from kvlab_pipeline.pages.figure import (
+from kvlab_pipeline.rendering import svg
+from kvlab_pipeline.rendering.figure import (
     DOWN,
     GREY,
     OTHER,

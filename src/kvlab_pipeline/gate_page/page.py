@@ -19,7 +19,7 @@ from kvlab.gate.replay import NOT_REPLAYED, Replayer
 from kvlab.output import format as fmt
 from kvlab.output import markdown
 from kvlab_pipeline.gate_page import ways
-from kvlab_pipeline.gate_page.audit.trust import trust
+from kvlab_pipeline.gate_page.corruptions.trust import trust
 from kvlab_pipeline.gate_page.detection import picture, table
 from kvlab_pipeline.gate_page.reasons import reasons
 from kvlab_pipeline.gate_page.recommendation import Recommendation

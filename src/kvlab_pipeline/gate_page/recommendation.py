@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from kvlab.core.settings import Frozen
+from kvlab.core.codec_settings import Frozen
 from kvlab.gate.replay import NOT_REPLAYED
 from kvlab_pipeline.gate_page.row_summary import BEST_TIER, RowSummary
 from kvlab_pipeline.gate_page.ways import order

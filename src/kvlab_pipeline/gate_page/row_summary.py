@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.recipe import WHOLE
-from kvlab.core.settings import Frozen
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.evidence import Measure
 from kvlab.gate.replay import Replay

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import UserError
-from kvlab.core.settings import Frozen
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import BY_NAME, TIERS
 from kvlab.gate.catalogue.rows import Row

@@ -21,12 +21,12 @@ from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.calibration.needs import needs_calibration
 from kvlab.core import code, memory
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
 from kvlab.core.recipe import Cell
 from kvlab.core.records import CellRecord, JobRecord, Provenance, versions, write_job
-from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Testimony
 from kvlab.engines.capability import check_protocol
 from kvlab.measure.cache_codecs import coder_of

@@ -13,11 +13,11 @@ from importlib import import_module
 from kvlab.calibration.needs import coded_by
 from kvlab.codecs.block import BlockStream
 from kvlab.codecs.block.studied import studied_recipe
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import MissingResult, ParamsError, UnknownName
 from kvlab.core.folders import holding
 from kvlab.core.params import Params
 from kvlab.core.recipe import Cell, Placement
-from kvlab.core.settings import Frozen
 
 STUDY_FOLDERS = "kvlab_pipeline.studies"
 STUDIES = holding(STUDY_FOLDERS, "plan", "chapter")  # those that bring cells and a chapter of the report

@@ -14,7 +14,7 @@ from kvlab.core.errors import NonFinite
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.stats.shapley import shapley
-from kvlab_pipeline.pages.withheld import crosses, undecided, withheld_because
+from kvlab_pipeline.rendering.withheld import crosses, undecided, withheld_because
 from kvlab_pipeline.studies.factors.chapter import ENGINE
 from kvlab_pipeline.studies.factors.numbers import from_windows
 

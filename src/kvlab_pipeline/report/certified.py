@@ -8,7 +8,7 @@ from kvlab.output import format as fmt
 from kvlab.output.markdown import cell
 from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER
 from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering.parts import KL_UNIT
 
 
 def context(claims: dict | None, model: str | None, page: str) -> dict | None:

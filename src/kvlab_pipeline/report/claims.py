@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import groupby
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.parts import HELD
-from kvlab_pipeline.pages.withheld import undecided
+from kvlab_pipeline.rendering.parts import HELD
+from kvlab_pipeline.rendering.withheld import undecided
 from kvlab_pipeline.studies.register import chapters
 
 MOST_NAMED = 3  # cells that a side of a comparison names before it counts them

@@ -18,7 +18,7 @@ from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap, Estimate
 from kvlab.stats.independent import difference
 from kvlab.stats.shapley import shapley
-from kvlab_pipeline.pages.withheld import crosses, undecided, withheld_because
+from kvlab_pipeline.rendering.withheld import crosses, undecided, withheld_because
 from kvlab_pipeline.report import across
 from kvlab_pipeline.report.claims import while_engines_open
 from kvlab_pipeline.report.digest import refuse_broken

@@ -12,7 +12,7 @@ import polars as pl
 
 from kvlab.core.errors import Fault, UnknownName
 from kvlab.core.records import atomic
-from kvlab_pipeline.pages import figure, svg
+from kvlab_pipeline.rendering import figure, svg
 from kvlab_pipeline.studies.chapter import Drawn
 from kvlab_pipeline.studies.register import chapters
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from kvlab.core.params import Params
 from kvlab.core.records import read_json, write_text
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.templates import render
-from kvlab_pipeline.pages.withheld import withheld_because, without_cross_engine
+from kvlab_pipeline.rendering.templates import render
+from kvlab_pipeline.rendering.withheld import withheld_because, without_cross_engine
 from kvlab_pipeline.report import figures, page
 from kvlab_pipeline.report.contexts import report_context
 

@@ -8,8 +8,8 @@ from itertools import groupby
 from kvlab.core.recipe import ENGINES
 from kvlab.output import format as fmt
 from kvlab.stats import kl_scale
-from kvlab_pipeline.pages import parts as tables
-from kvlab_pipeline.pages.withheld import TRUTH_ENGINE, undecided
+from kvlab_pipeline.rendering import parts as tables
+from kvlab_pipeline.rendering.withheld import TRUTH_ENGINE, undecided
 from kvlab_pipeline.report import claims
 from kvlab_pipeline.report.use import cut, named, uses
 from kvlab_pipeline.studies.factors import chapter as factors

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvlab.core.errors import UserError
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.parts import HELD
+from kvlab_pipeline.rendering.parts import HELD
 from kvlab_pipeline.studies.factors.chapter import ENGINE, of_gap
 
 

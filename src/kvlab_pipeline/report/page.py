@@ -18,9 +18,9 @@ from markupsafe import Markup
 from kvlab.core.errors import Fault
 from kvlab.core.records import write_text
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import svg
-from kvlab_pipeline.pages.figure import DARK
-from kvlab_pipeline.pages.html import body, unique
+from kvlab_pipeline.rendering import svg
+from kvlab_pipeline.rendering.figure import DARK
+from kvlab_pipeline.rendering.html import body, unique
 from kvlab_pipeline.report import figures
 
 ASSETS = Path(__file__).parent / "assets"

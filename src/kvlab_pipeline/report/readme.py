@@ -14,9 +14,9 @@ from kvlab.core.errors import StorageError
 from kvlab.core.records import atomic, file_hash, read_json, write_json, write_text
 from kvlab.output import format as fmt
 from kvlab.output.rendering import listing
-from kvlab_pipeline.pages import parts as tables
-from kvlab_pipeline.pages.templates import render
-from kvlab_pipeline.pages.withheld import undecided, withheld_because, without_cross_engine
+from kvlab_pipeline.rendering import parts as tables
+from kvlab_pipeline.rendering.templates import render
+from kvlab_pipeline.rendering.withheld import undecided, withheld_because, without_cross_engine
 from kvlab_pipeline.report import figures, models
 from kvlab_pipeline.report.readme_parts import codecs_block, codecs_of, seconds_block, seconds_of
 from kvlab_pipeline.studies.factors import chapter as factors

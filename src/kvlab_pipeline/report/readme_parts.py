@@ -13,7 +13,7 @@ from kvlab.core.errors import StorageError
 from kvlab.output import format as fmt
 from kvlab_pipeline.gate_page import ways
 from kvlab_pipeline.gate_page.row_summary import BASELINE
-from kvlab_pipeline.pages import parts as tables
+from kvlab_pipeline.rendering import parts as tables
 from kvlab_pipeline.report.certified import checked
 from kvlab_pipeline.report.use import above_zero, in_all, like, named, rung
 from kvlab_pipeline.studies.ladder.tables import TOLD, length

@@ -14,8 +14,8 @@ import polars as pl
 
 from kvlab.core.params import Params
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.pages.figure import Figure
+from kvlab_pipeline.rendering.basis import Basis
+from kvlab_pipeline.rendering.figure import Figure
 from kvlab_pipeline.studies.measured import Results
 
 
@@ -89,7 +89,7 @@ class Drawn:
     table : callable
         ``metrics -> polars.DataFrame``, one row per drawn number; None or empty when there is nothing.
     describe : callable
-        ``table -> kvlab_pipeline.pages.figure.Figure``, a mark for each row.
+        ``table -> kvlab_pipeline.rendering.figure.Figure``, a mark for each row.
     """
 
     table: Callable[[dict], pl.DataFrame | None]

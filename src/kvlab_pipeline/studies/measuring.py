@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvlab.calibration.load import FittedFiles
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import MissingResult, UnknownName
 from kvlab.core.params import Params
-from kvlab.core.settings import Frozen
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.jobs.measure import CellsPart, JobPart, Lab, run
 from kvlab_pipeline.studies.baseline.measure import BaselinePart

@@ -9,8 +9,8 @@ from pathlib import Path
 from kvlab.core.errors import UserError
 from kvlab.core.records import write_text
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import svg
-from kvlab_pipeline.pages.figure import Figure
+from kvlab_pipeline.rendering import svg
+from kvlab_pipeline.rendering.figure import Figure
 from kvlab_pipeline.studies.record import read_record
 from kvlab_pipeline.studies.table import Table
 

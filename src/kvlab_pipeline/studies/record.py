@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import StorageError
 from kvlab.core.records import Provenance, read_json
-from kvlab.core.settings import Frozen
 
 Kind = TypeVar("Kind", bound=Frozen)
 

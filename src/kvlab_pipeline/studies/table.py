@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import Fault
-from kvlab.core.settings import Frozen
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Estimate
 

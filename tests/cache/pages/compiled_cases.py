@@ -26,12 +26,12 @@ from codec import ladder_making
 from codec.ladder_making import LAYER, planted
 from kvlab.cache.pages import layer
 from kvlab.cache.pages.layer import LayerPages, quick
-from kvlab.cache.pages.rope import Rotation
-from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.pages.rope import MeanByPosition, Rotation
+from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.reading import Looked
-from kvlab.codecs.klt.reading_numba import TileLoop
+from kvlab.codecs.klt.reading_numba import AbsorbedAttention, TileLoop
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared import compiled
 from kvlab.core.errors import StreamError
@@ -141,8 +141,9 @@ def test_each_file_of_the_codecs_is_in_the_name_of_what_is_kept(monkeypatch, tmp
     assert len({first, second, code()}) == 3
 
 
-def test_without_numba_the_same_is_read(monkeypatch):
-    """`klt` before the rotary embedding: compiled, and as torch alone does it where numba is not installed.
+@pytest.mark.parametrize("rotary", ["before", "after"])
+def test_without_numba_the_same_is_read(monkeypatch, rotary):
+    """`klt` before the rotary embedding or after it: compiled, and as torch alone does it without numba.
 
     And written.
     """
@@ -150,7 +151,7 @@ def test_without_numba_the_same_is_read(monkeypatch):
     codec = build(KltStream(bits=3, block_size=64), ladder_making.calibration(heads, dim))
     rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
     angle = torch.arange(60)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
-    rotation = Rotation(torch.cat((angle.cos(), angle.sin()), dim=1))
+    rotation = turn_of(rotary, angle, rows[0])
     compiled = LayerPages(LAYER, *rows, rotation)
     monkeypatch.setattr(layer, "compiled", lambda: False)
     plain = LayerPages(LAYER, *rows, rotation)
@@ -168,17 +169,25 @@ def test_without_numba_the_same_is_read(monkeypatch):
     torch.testing.assert_close(found.v, due.v, atol=1e-4, rtol=1e-4)
 
 
+def turn_of(rotary, angle, k):
+    """What stands between attention and K's rows, by angles [positions, dim / 2]."""
+    rotation = Rotation(torch.cat((angle.cos(), angle.sin()), dim=1))
+    return MeanByPosition(rotation, k.plan.decoding.mean) if rotary == "after" else rotation
+
+
+@pytest.mark.parametrize("rotary", ["before", "after"])
 @pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("size", [1.0, 1e3], ids=["usual", "without-tables"])
-def test_compiled_attention_of_few_queries_is_torch_s(heads, threads, size):
+def test_compiled_attention_of_few_queries_is_torch_s(heads, threads, size, rotary):
     """Sequences of several lengths, one cut into runs, queries that see a part or nothing; the same on each number of
     threads. Vectors without tables hold more beside their rows than there is room for."""
     dim, lengths = 64, [1100, 40, 3]
     codec = build(KltStream(bits=2, block_size=64), ladder_making.calibration(heads, dim))
     rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
     angle = torch.arange(1200)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
-    pages = LayerPages(LAYER, *rows, Rotation(torch.cat((angle.cos(), angle.sin()), dim=1)))
+    pages = LayerPages(LAYER, *rows, turn_of(rotary, angle, rows[0]))
+    assert isinstance(pages.attention, AbsorbedAttention) == (rotary == "after")
     total = sum(lengths)
     slots, places = torch.randperm(1200)[:total], torch.cat([torch.arange(length) for length in lengths])
     held = torch.zeros(300, 1, BLOCK, pages.bytes, dtype=torch.uint8)

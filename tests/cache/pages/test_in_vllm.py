@@ -14,7 +14,7 @@ import torch
 
 from cache.pages.pages_user import BLOCKS, PROMPTS, REQUESTS
 from kvlab.cache.files.recipe import CalibrationFiles, write_recipe_file
-from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.calibration.load import FittedFiles, load
 from kvlab.codecs.base import Site
 from kvlab.codecs.hadamard import HadamardStream
@@ -23,7 +23,7 @@ from kvlab.codecs.registry import build
 from kvlab.core.recipe import Recipe
 
 CODED = Recipe(k=KltStream(bits=3), v=HadamardStream(bits=3))
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 
 @pytest.fixture(scope="session")

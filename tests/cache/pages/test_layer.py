@@ -7,7 +7,7 @@ import torch
 
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rope import Unturned
-from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.codecs.base import Site
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.registry import build

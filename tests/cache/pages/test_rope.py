@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from kvlab.cache.pages.rope import rotation_of
+from kvlab import recipe
+from kvlab.cache.pages.rope import MeanByPosition, Rotation, Unturned, rotation_of
+from kvlab.cache.pages.worker import turn_of
 from kvlab.core.errors import CapabilityError
 from refusals import refused
 
@@ -45,6 +47,19 @@ def test_what_was_turned_is_turned_back(dtype, scale):
     close = 1e-5 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(rotation.undo(theirs, positions), k, atol=close, rtol=close)
     torch.testing.assert_close(rotation.redo(rotation.undo(k, positions), positions), k, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        (recipe("klt", 2), Rotation),
+        (recipe("klt", 2, rotary="after"), MeanByPosition),
+        (recipe("hadamard", 4, rotary="after"), Unturned),
+    ],
+)
+def test_what_stands_between_attention_and_what_is_coded(recipe, kind):
+    k = SimpleNamespace(plan=SimpleNamespace(decoding=SimpleNamespace(mean=torch.ones(2, DIM))))
+    assert type(turn_of(attention(Rotary()), recipe, DIM, k)) is kind
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
-from kvlab.cache.pages.rows import KltRows, LaidOut, rows_of
+from kvlab.cache.pages.token_bytes import KltRows, LaidOut, rows_of
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.registry import build

@@ -17,7 +17,7 @@ from codec.ladder_making import LAYER, planted
 from kvlab.cache.pages import layer
 from kvlab.cache.pages.layer import LayerPages, quick
 from kvlab.cache.pages.rope import Unturned
-from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.fields import Said

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from codec import ladder_making
-from kvlab.cache.hf.rope import RopeTurn, rotate
+from kvlab.cache.hf.rope import RopeTurn, apply_rope
 from kvlab.calibration.load import Calibrated
 from kvlab.core.recipe import Recipe
 from kvlab.kvstore.paging.geometry import Geometry
@@ -75,5 +75,5 @@ def payload(number: int, geometry: Geometry = GEOMETRY) -> Tensor:
         k, v = (
             ladder_making.planted(geometry.kv_heads, size, geometry.head_dim, 10 * number + layer + p) for p in (0, 5)
         )
-        found += [rotate(k, turn().cos[span], turn().sin[span]), v]
+        found += [apply_rope(k, turn().cos[span], turn().sin[span]), v]
     return torch.stack(found).view(geometry.chunk_shape).to(geometry.torch_dtype)

@@ -8,11 +8,11 @@ import pytest
 
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import ModelError
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
 from kvlab.core.recipe import Recipe
-from kvlab.core.settings import IdentityStream
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import CodecIdentity, differences, identity_of, rope_of

@@ -18,6 +18,7 @@ from kvlab.codecs.klt import KltStream
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.registry import build
 from kvlab.codecs.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import (
     CalibrationMismatch,
     CapabilityError,
@@ -28,7 +29,6 @@ from kvlab.core.errors import (
     UserError,
 )
 from kvlab.core.recipe import IDENTITY, Recipe
-from kvlab.core.settings import IdentityStream
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.payload import CodedChunks, RawChunks, coder_for

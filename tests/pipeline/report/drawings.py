@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from kvlab_pipeline.pages.figure import Figure, Panel
+from kvlab_pipeline.rendering.figure import Figure, Panel
 
 SVG = "{http://www.w3.org/2000/svg}"
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"

@@ -12,7 +12,7 @@ from kvlab.core.errors import MissingResult, StaleResult
 from kvlab.core.records import BaselineCell, read_baseline, read_json, read_tokens, write_json
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.studies.baseline import tables as baseline_tables
 from kvlab_pipeline.studies.baseline.numbers import baseline_entry, peer_entries
 from kvlab_pipeline.studies.gather import read_baselines

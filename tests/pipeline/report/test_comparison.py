@@ -14,7 +14,7 @@ from kvlab.cli.main import main
 from kvlab.core.errors import MixedIdentity
 from kvlab.core.records import read_json, write_json
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import svg
+from kvlab_pipeline.rendering import svg
 from kvlab_pipeline.report import comparison, figures, findings
 from kvlab_pipeline.report.across import families, verdict
 from kvlab_pipeline.report.claims import resolved

@@ -14,9 +14,9 @@ import polars as pl
 import pytest
 
 from kvlab.core.errors import Fault, UnknownName
-from kvlab_pipeline.pages import svg
-from kvlab_pipeline.pages.figure import DARK, Axis, Figure, Look, Mark, Panel
-from kvlab_pipeline.pages.svg import tick_name
+from kvlab_pipeline.rendering import svg
+from kvlab_pipeline.rendering.figure import DARK, Axis, Figure, Look, Mark, Panel
+from kvlab_pipeline.rendering.svg import tick_name
 from kvlab_pipeline.report import figures
 from pipeline.report.drawings import assert_drawn, read
 from pipeline.report.example_metrics import build

@@ -15,7 +15,7 @@ from kvlab.core.errors import Fault, NonFinite
 from kvlab.core.params import Params
 from kvlab.output import format as fmt
 from kvlab.stats import kl_scale
-from kvlab_pipeline.pages import templates
+from kvlab_pipeline.rendering import templates
 from kvlab_pipeline.report import claims, contexts, figures, findings, front
 from kvlab_pipeline.studies.ladder import tables as ladder
 from pipeline.report.example_metrics import build, verdict

@@ -18,9 +18,9 @@ import pytest
 import embedded
 from kvlab.core.errors import Fault
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import svg
-from kvlab_pipeline.pages.figure import DARK, INK, PALE, PAPER
-from kvlab_pipeline.pages.html import body
+from kvlab_pipeline.rendering import svg
+from kvlab_pipeline.rendering.figure import DARK, INK, PALE, PAPER
+from kvlab_pipeline.rendering.html import body
 from kvlab_pipeline.report import figures, findings, page
 from pipeline.report.example_metrics import build, verdict
 from refusals import refused

@@ -12,7 +12,7 @@ from scipy.stats import false_discovery_control
 from kvlab.core.errors import MissingResult, MixedIdentity
 from kvlab.stats.bootstrap import Column
 from kvlab.stats.multiple import sign_flip_two_sided_p
-from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.report.claims import resolved, sentence
 from kvlab_pipeline.studies.layers import tables as tables_layers
 from kvlab_pipeline.studies.layers.chapter import claims as layer_claims

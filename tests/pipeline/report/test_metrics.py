@@ -55,6 +55,12 @@ def params():
 
 
 @pytest.fixture(scope="module")
+def factorial():
+    """The same with the engine baseline and the factorial alone."""
+    return small_params(studies=[])
+
+
+@pytest.fixture(scope="module")
 def whole(params, tmp_path_factory):
     return write_results(tmp_path_factory.mktemp("whole"), params)
 
@@ -330,7 +336,8 @@ def test_changes_of_cells_are_corrected_for_one_another(metrics):
     assert "not resolved" in words and "its q-value among all changes is 0.070" in words and "needed" not in words
 
 
-def test_windows_of_one_document_are_resampled_together(params, tmp_path):
+def test_windows_of_one_document_are_resampled_together(tmp_path):
+    params = small_params(studies=["cells", "layers"])
     documents = tuple(window // 2 for window in range(params.windows.test))
     apart = run(params, write_results(tmp_path / "apart", params))
     found = run(params, write_results(tmp_path / "found", params, documents=documents))
@@ -345,12 +352,12 @@ def test_windows_of_one_document_are_resampled_together(params, tmp_path):
     assert share["value"] == pytest.approx(alone["value"]) and share["low"] != alone["low"]
 
 
-def test_jobs_that_tell_other_documents_are_not_mixed(params, tmp_path):
-    paths = write_results(tmp_path, params, documents=tuple(range(params.windows.test)))
+def test_jobs_that_tell_other_documents_are_not_mixed(factorial, tmp_path):
+    paths = write_results(tmp_path, factorial, documents=tuple(range(factorial.windows.test)))
     job = json.loads(paths.jobs[0].read_text())
     paths.jobs[0].write_text(json.dumps(job | {"documents": {}}))
     with refused(MixedIdentity, None, "documents"):
-        run(params, paths)
+        run(factorial, paths)
 
 
 # ---------------------------------------------------------------------------------- agreement
@@ -372,21 +379,21 @@ def test_agreement_holds(metrics):
         (Effects(codec_disagreement=-0.1), "2%"),
     ],
 )
-def test_agreement_fails(params, tmp_path, effects, words):
-    agreement = run(params, write_results(tmp_path, params, effects))["agreement"]
+def test_agreement_fails(factorial, tmp_path, effects, words):
+    agreement = run(factorial, write_results(tmp_path, factorial, effects))["agreement"]
     assert agreement["state"] == "differ" and agreement["windows_needed"] is None
     assert len(agreement["why"]) == 2 and words in agreement["why"][0]
 
 
-def test_agreement_fails_when_the_runs_are_further_apart_than_rounding_explains(params, tmp_path):
-    paths = write_results(tmp_path, params, Effects(cross_codec=1e-3, rounding=1e-6))
-    agreement = run(params, paths)["agreement"]
+def test_agreement_fails_when_the_runs_are_further_apart_than_rounding_explains(factorial, tmp_path):
+    paths = write_results(tmp_path, factorial, Effects(cross_codec=1e-3, rounding=1e-6))
+    agreement = run(factorial, paths)["agreement"]
     assert agreement["state"] == "differ" and "rounding error" in agreement["why"][0]
 
 
 @pytest.mark.parametrize("off", [0.02, -0.02])
-def test_agreement_is_open_while_the_interval_touches_the_bound(params, tmp_path, off):
-    agreement = run(params, write_results(tmp_path, params, Effects(codec_disagreement=off)))["agreement"]
+def test_agreement_is_open_while_the_interval_touches_the_bound(factorial, tmp_path, off):
+    agreement = run(factorial, write_results(tmp_path, factorial, Effects(codec_disagreement=off)))["agreement"]
     relative = agreement["codec"]["snapshot"]["relative_difference"]
     assert relative["low"] < off < relative["high"]
     assert agreement["state"] == "open" and len(agreement["why"]) == 2 and "2%" in agreement["why"][0]
@@ -394,18 +401,18 @@ def test_agreement_is_open_while_the_interval_touches_the_bound(params, tmp_path
     assert needed is None or needed > fmt.OUT_OF_REACH  # the value lies on the bound, but for the last bits
 
 
-def test_few_scattered_windows_leave_the_agreement_open_and_say_how_many_would_do(params, tmp_path):
-    agreement = run(params, write_results(tmp_path, params, Effects(float32_jitter=0.6)))["agreement"]
+def test_few_scattered_windows_leave_the_agreement_open_and_say_how_many_would_do(factorial, tmp_path):
+    agreement = run(factorial, write_results(tmp_path, factorial, Effects(float32_jitter=0.6)))["agreement"]
     assert agreement["state"] == "open"
-    assert agreement["windows_needed"] > params.windows.test
+    assert agreement["windows_needed"] > factorial.windows.test
 
 
 @pytest.mark.parametrize(
     "effects", [Effects(cross_codec=3e-4, rounding=3e-5), Effects(cross_codec=1e-3, rounding=1e-4)]
 )
-def test_coded_runs_on_a_bound_of_rounding_are_open(params, tmp_path, effects):
+def test_coded_runs_on_a_bound_of_rounding_are_open(factorial, tmp_path, effects):
     """KL between the runs is over the band of the codec's own, and ten times the jitter in the mean."""
-    agreement = run(params, write_results(tmp_path, params, effects))["agreement"]
+    agreement = run(factorial, write_results(tmp_path, factorial, effects))["agreement"]
     assert agreement["state"] == "open" and "rounding error" in agreement["why"][0]
 
 
@@ -416,14 +423,14 @@ def test_coded_runs_on_a_bound_of_rounding_are_open(params, tmp_path, effects):
     ("changes", "factors"),
     [
         ({"engines": ["hf"]}, ["protocol", "variance_ratio"]),
-        ({"engines": ["vllm"], "cells": {"eager": None}}, ["protocol", "variance_ratio"]),
+        ({"engines": ["vllm"]}, ["protocol", "variance_ratio"]),
         ({"protocols": ["in_forward"]}, ["engine", "variance_ratio"]),
         ({"engines": ["hf"], "protocols": ["snapshot"]}, ["variance_ratio"]),
         ({"gap": {"variance_ratios": [1.0, 1.0]}}, ["engine", "protocol"]),
     ],
 )
 def test_a_factor_with_one_level_is_dropped(tmp_path, changes, factors):
-    params = small_params(**changes)
+    params = small_params(studies=[], cells={"eager": None}, **changes)
     metrics = run(params, write_results(tmp_path, params))
     assert metrics["gap"]["factors"] == factors
     kl = metrics["gap"]["measures"]["kl"]
@@ -437,7 +444,7 @@ def test_a_factor_with_one_level_is_dropped(tmp_path, changes, factors):
 
 
 def test_fewer_windows_in_the_layer_and_noise_studies(tmp_path):
-    params = small_params(layers={"windows": 8}, noise={"windows": 9})
+    params = small_params(studies=["layers", "noise"], layers={"windows": 8}, noise={"windows": 9})
     metrics = run(params, write_results(tmp_path, params))
     assert metrics["layers"][0]["kl"]["n_windows"] == metrics["additivity"][0]["ratio"]["n_windows"] == 8
     assert metrics["noise"][0]["kl"]["n_windows"] == metrics["noise_slope"][0]["slope"]["n_windows"] == 9
@@ -445,7 +452,8 @@ def test_fewer_windows_in_the_layer_and_noise_studies(tmp_path):
 
 @pytest.mark.parametrize(("baseline", "compared"), [(12, 5), (4, 4)])
 def test_fewer_windows_in_other_dtypes_than_that_of_the_gap(tmp_path, baseline, compared):
-    params = small_params(gap={"other_windows": 5}, baseline={"windows": baseline}, noise={"windows": 4})
+    fewer = {"gap": {"other_windows": 5}, "baseline": {"windows": baseline}, "noise": {"windows": 4}}
+    params = small_params(studies=[], **fewer)
     metrics = run(params, write_results(tmp_path, params))
     planned = {(cell.dtype, cell.windows) for cell in plan.study_cells(params, "factors", "hf") if cell.layers}
     assert planned == {("bfloat16", 12), ("float32", 5)}

@@ -11,8 +11,8 @@ import pytest
 
 from kvlab.core.errors import Fault, MissingResult, MixedIdentity, StaleResult
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab_pipeline.pages import svg
-from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.rendering import svg
+from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.report import claims as said
 from kvlab_pipeline.studies.mitigations import chapter as tables
 from kvlab_pipeline.studies.mitigations.chapter import claims as claims_of

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 
 from kvlab.output.format import table
 from kvlab.output.markdown import cell, code
-from kvlab_pipeline.pages import svg
+from kvlab_pipeline.rendering import svg
 from kvlab_pipeline.report import findings, readme
 from pipeline.report.example_metrics import build, verdict
 from pipeline.report.shipped import shipped

@@ -14,7 +14,7 @@ from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.quadratic import QuadraticLaw
 from kvlab.stats.rounding import SIGNIFICANT_BITS, relative_rounding
-from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.report.claims import resolved, sentence
 from kvlab_pipeline.studies.columns import divides
 from kvlab_pipeline.studies.noise import tables as tables_noise

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.parts import HELD
+from kvlab_pipeline.rendering.parts import HELD
 from kvlab_pipeline.report import claims, comparison, figures, findings, readme
 from kvlab_pipeline.report import metrics as made_of
 from kvlab_pipeline.report.verdict import judge

@@ -14,9 +14,9 @@ from kvlab.core.paramfile import overlay
 from kvlab.core.records import read_json, write_json
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab_pipeline.pages import svg
-from kvlab_pipeline.pages.basis import METHODS
-from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.rendering import svg
+from kvlab_pipeline.rendering.basis import METHODS
+from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.report.claims import sentence
 from kvlab_pipeline.studies.residual import tables
 from kvlab_pipeline.studies.residual.chapter import claims as residual_claims

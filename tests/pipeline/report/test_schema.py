@@ -14,7 +14,7 @@ from kvlab.core.errors import MissingResult, StaleResult
 from kvlab.core.records import write_json
 from kvlab_mechanisms.ledger.contract import ContractBroken
 from kvlab_pipeline.cli.contracts import hold
-from kvlab_pipeline.pages.withheld import without_cross_engine
+from kvlab_pipeline.rendering.withheld import without_cross_engine
 from kvlab_pipeline.report.claims import derived
 from kvlab_pipeline.report.digest import with_digest
 from kvlab_pipeline.report.metrics import build

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.codecs.block.studied import coded_layers
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CodecNotActive
 from kvlab.core.paramfile import overlay
 from kvlab.core.recipe import StreamRecipe
 from kvlab.core.records import read_json
-from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import context_of
 from kvlab.measure.coding import CleanCapture
 from kvlab_pipeline.studies.mitigations import plan

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.codecs.klt import KltStream
-from kvlab.codecs.klt.components import fit
+from kvlab.codecs.shared.components import fit
 from kvlab.core.errors import MissingResult, MixedIdentity, ParamsError
 from kvlab_pipeline.jobs import plan
-from kvlab_pipeline.pages.basis import Basis
+from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.report import figures, findings
 from kvlab_pipeline.report.claims import resolved, sentence
 from kvlab_pipeline.report.metrics import build

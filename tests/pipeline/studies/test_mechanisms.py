@@ -7,7 +7,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.codecs.hadamard import HadamardStream
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import (
     CapabilityError,
     CodecNotActive,
@@ -361,9 +363,35 @@ def test_what_the_cache_says_is_what_generate_writes(tiny_params, hf_engine):
     written = hf_engine.model.generate(
         torch.tensor([prompt]), past_key_values=made(), max_new_tokens=steps, min_new_tokens=steps, do_sample=False
     )[0].tolist()
-    window = Window("test", 0, tuple(written), len(prompt))
-    logits = cached.logits(hf_engine, made(), window, cached.request_of(window, steps - 1))
+    window, cache = Window("test", 0, tuple(written), len(prompt)), made()
+    cached.called(hf_engine, cache, window.ids[: window.context])
+    logits = cached.logits(hf_engine, cache, cached.request_of(window, steps - 1))
     assert logits.argmax(-1).tolist() == written[len(prompt) + 1 :]
+
+
+@pytest.mark.parametrize(
+    "stream", [HadamardStream(bits=3), HadamardStream(bits=3, sink=2, recent=3), Fp8Stream(), IdentityStream()]
+)
+def test_a_filled_cache_is_the_one_that_saw_the_context(hf_engine, stream):
+    """What transformers' own cache was given, coded, is to the bit what a forward with the Cache comes to."""
+    from kvlab.cache.hf.kv_cache import KVCache
+
+    window = Window("test", 0, tuple(range(5, 55)), 40)
+    request = cached.request_of(window, 6)
+    plain = cached._plain(hf_engine, window, request)
+    own, filled = (KVCache(hf_engine.model, Recipe(k=stream, v=stream), window_bytes=None) for _ in range(2))
+    cached.called(hf_engine, own, window.ids[: window.context])
+    filled.fill(plain.context)
+    for _ in range(2):
+        assert filled.coding() == own.coding() and filled.nbytes == own.nbytes
+        assert all(
+            torch.equal(a, b)
+            for layer in range(hf_engine.info.n_layers)
+            for a, b in zip(filled.decoded(layer), own.decoded(layer), strict=True)
+        )
+        assert torch.equal(*(cached.logits(hf_engine, one, request) for one in (filled, own)))
+    with refused(CapabilityError, "capability.fill"):
+        filled.fill(plain.context)
 
 
 @pytest.mark.parametrize("fault", ["deaf", "lossy"])
@@ -372,9 +400,9 @@ def test_a_cache_that_is_not_read_or_adds_a_loss_of_its_own_is_no_measurement(
 ):
     real, first = cached.logits, {}
 
-    def faulty(engine, cache, window, request):
-        found = real(engine, cache, window, request)
-        plain = first.setdefault(window, found)
+    def faulty(engine, cache, request):
+        found = real(engine, cache, request)
+        plain = first.setdefault(request.calls, found)
         if fault == "deaf":
             return plain
         return found if plain is found else found + torch.linspace(0, 1, found.shape[-1])

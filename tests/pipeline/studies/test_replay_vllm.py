@@ -16,6 +16,7 @@ from pipeline.studies.test_mechanisms import engine_of
 __all__ = ["engine_of"]  # a fixture
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.engine,
     pytest.mark.skipif(
         torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM reads an fp8 cache with AVX-512 only"

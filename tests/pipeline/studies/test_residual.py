@@ -17,11 +17,11 @@ from kvlab.calibration.load import FittedFiles
 from kvlab.codecs.base import Site
 from kvlab.codecs.identity.codec import IdentityCodec
 from kvlab.codecs.shared.whitening import Whitener
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import resolve
 from kvlab.core.paramfile import overlay
 from kvlab.core.recipe import Cell
-from kvlab.core.settings import IdentityStream
 from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab_pipeline.studies.residual.measure import code, histograms, residual, table

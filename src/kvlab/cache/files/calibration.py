@@ -33,16 +33,16 @@ from kvlab.calibration.archive import Archive, filed
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import coded_by, reads
 from kvlab.codecs.base import StreamCalibration
-from kvlab.codecs.klt.components import Components
 from kvlab.codecs.klt.synthesis import Decoding
 from kvlab.codecs.registry import fit_class
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.shared.whitening import Whitener
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import CalibrationMismatch, StorageError
 from kvlab.core.filekind import refuse_caches
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Recipe, StreamRecipe, canonical, digest
 from kvlab.core.records import atomic, fingerprint, from_header, sha256, to_header, versions
-from kvlab.core.settings import Frozen
 
 FORMAT, VERSION = "kvlab-calibration", 3
 AGAIN = "write it again with `kvlab calibrate`"
@@ -146,7 +146,7 @@ def write_calibration(
     tensors: dict[str, Tensor] = {}
     for stream in STREAMS:
         chosen = getattr(recipe, stream)
-        own = calibrated.stream(chosen, stream, recipe.placement)
+        own = calibrated.stream(chosen, stream, recipe.placement, by_position=True)
         if own is not None:
             tensors |= _named(chosen, stream, own, range(info.n_layers) if coded is None else coded)
     tensors |= filed(recipe, calibrated.archive, coded) | whole.filed_whole(recipe, calibrated.whole, coded)
@@ -252,6 +252,11 @@ def load_calibration(path: Path | str, info: ModelInfo, identity: str | None = N
         tensors = completed(tensors)
     whiteners = _by_layer(path, tensors, "k", "whitener", Whitener)
     after = header.recipe.rotary == "after"
+    components = {
+        stream: _by_layer(path, tensors, stream, "components", Components)
+        | _by_layer(path, tensors, stream, "decoding", Decoding)
+        for stream in STREAMS
+    }
     return Calibrated(
         whiteners={} if after else whiteners,
         rotated=whiteners if after else {},
@@ -261,11 +266,8 @@ def load_calibration(path: Path | str, info: ModelInfo, identity: str | None = N
         corpus_hash=header.corpus_hash,
         sigma_hash=header.sigma_hash,
         calibration_hash=header.calibration_hash,
-        components={
-            stream: _by_layer(path, tensors, stream, "components", Components)
-            | _by_layer(path, tensors, stream, "decoding", Decoding)
-            for stream in STREAMS
-        },
+        turned=components.pop("k") if after else {},
+        components=components,
         spectra=spectra_of(tensors),
         archive=Archive.read(path, tensors, info),
         whole=whole.read_whole(tensors, info),

@@ -13,8 +13,8 @@ from kvlab.calibration.archive import FILED, encodes_alone
 from kvlab.codecs.base import StreamCalibration
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.codec import KltCodec
-from kvlab.codecs.klt.components import Components
 from kvlab.codecs.oscar import OscarStream
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.wush import WushStream
 from kvlab.core.recipe import Recipe, StreamRecipe
 

@@ -31,12 +31,15 @@ class Prepared:
         Those of the model.
     calibration : Calibrated or None
         None where the recipe reads nothing that was fitted, whatever its file names.
+    by_position : bool
+        See `Calibrated.stream`.
     """
 
     recipe: Recipe
     layers: tuple[int, ...]
     n_layers: int
     calibration: Calibrated | None
+    by_position: bool = False
 
     @property
     def calibration_hash(self) -> str | None:
@@ -56,17 +59,19 @@ class Prepared:
         Without `ends` it leaves the tokens that a recipe keeps exact to the cache around it.
         """
         recipe, make = getattr(self.recipe, stream), build if ends else bare
-        where = self.recipe.placement
-        return make(recipe, self.calibration.stream(recipe, stream, where) if self.calibration else None)
+        given = recipe, stream, self.recipe.placement, self.by_position
+        return make(recipe, self.calibration.stream(*given) if self.calibration else None)
 
 
-def prepared(file: RecipeFile, info: ModelInfo, whole: bool = False) -> Prepared:
+def prepared(file: RecipeFile, info: ModelInfo, whole: bool = False, by_position: bool = False) -> Prepared:
     """Check a recipe file against a model and read its calibration.
 
     Parameters
     ----------
     whole : bool
         Whether a codec will do that codes all layers of a cache at once.
+    by_position : bool
+        Whether K after its rotary embedding is coded less its mean by position; see `Calibrated.stream`.
 
     Raises
     ------
@@ -86,7 +91,7 @@ def prepared(file: RecipeFile, info: ModelInfo, whole: bool = False) -> Prepared
             f"the recipe file codes layer {beyond[0]}; the model has 0 to {info.n_layers - 1}",
             code="params.no-such-layer",
         )
-    ready = Prepared(file.recipe, layers, info.n_layers, _calibrated(file, info))
+    ready = Prepared(file.recipe, layers, info.n_layers, _calibrated(file, info), by_position)
     if not (whole and file.recipe.k.codec in WHOLE):
         for stream in ("k", "v"):
             ready.codec(stream)

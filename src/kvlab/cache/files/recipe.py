@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from kvlab.cache.files.calibration import read_header
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.filekind import is_calibration_file, recipe_json
 from kvlab.core.recipe import Recipe
 from kvlab.core.records import write_json
-from kvlab.core.settings import Frozen
 
 
 class CalibrationFiles(Frozen):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.hf.coder import StreamCoder
-from kvlab.cache.hf.rows import TokenRow, Turn
+from kvlab.cache.hf.sequences import TokenRow, Turn
 from kvlab.codecs.shared.apart import apart
 
 SCRATCH = 1008  # tokens that are decoded at once

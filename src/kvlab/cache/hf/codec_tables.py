@@ -28,8 +28,8 @@ from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.codec import KltCodec
-from kvlab.codecs.klt.components import Components
 from kvlab.codecs.registry import bare
+from kvlab.codecs.shared.components import Components
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.memory import give_back
 from kvlab.core.model import ModelInfo

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlab.cache.hf.rows import Block, Piece, TokenRow, Turn
+from kvlab.cache.hf.sequences import Block, Piece, TokenRow, Turn
 from kvlab.codecs.base import Codec, Encoded, Site
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.codecs.klt.codec import KltCodec

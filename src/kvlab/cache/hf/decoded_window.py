@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvlab.cache.hf.rows import Piece, Turn
+from kvlab.cache.hf.sequences import Piece, Turn
 
 GRAIN = 64  # columns by which the room grows
 

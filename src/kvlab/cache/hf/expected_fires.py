@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from kvlab.cache.hf.coder import StreamCoder
 from kvlab.cache.hf.kv_cache import KVCache
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CodecNotActive
-from kvlab.core.settings import IdentityStream
 
 
 class CacheCounts(NamedTuple):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -31,13 +31,13 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvlab.cache.hf.attention import FEW, passes_here, register_attention
 from kvlab.cache.hf.codec_tables import Calibration, LayerShape, tables_of
 from kvlab.cache.hf.layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
-from kvlab.cache.hf.rope import Watch, find_rotary, refuse_lossy, turns, turns_by_layer
-from kvlab.cache.hf.rows import Straight, TokenRow
+from kvlab.cache.hf.rope import ForwardSeen, Watch, find_rotary, refuse_lossy, turns, turns_by_layer
+from kvlab.cache.hf.sequences import Straight, TokenRow
 from kvlab.codecs.shared.apart import apart
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.decoder import FULL, SLIDING
 from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.recipe import Placement, Recipe
-from kvlab.core.settings import IdentityStream
 
 Semantics = Literal["in_forward", "serving"]
 
@@ -125,6 +125,10 @@ class KVCache(Cache):
             K and V are not of the shape, the dtype, the device or the model that the cache was made for or filled by;
             they ask for gradients; or a forward before did not end, or runs in another thread.
         """
+        return self._take(key_states, value_states, layer_idx, self._watch.taken)
+
+    def _take(self, key_states: Tensor, value_states: Tensor, layer_idx: int, taken: Callable[[], ForwardSeen]):
+        """`update`, of a forward that `taken` tells of."""
         if key_states.requires_grad or value_states.requires_grad:
             raise CapabilityError(
                 "gradients do not pass through a coded cache; run the model under torch.no_grad()",
@@ -133,7 +137,7 @@ class KVCache(Cache):
         refuse_other_shape(key_states, value_states, layer_idx, self.shape)
         refuse_other_kind(key_states, self.layers[layer_idx], self._on_cpu)
         if layer_idx == 0:
-            self._begin(key_states)
+            self._begin(key_states, taken)
         if self._calls is None:
             raise CapabilityError(
                 f"layer {layer_idx} gave K and V to the cache without layer 0 before it; a cache is filled by forwards "
@@ -146,7 +150,36 @@ class KVCache(Cache):
             self._busy.release()
         return seen
 
-    def _begin(self, k: Tensor) -> None:
+    @apart
+    def fill(self, computed: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Store the first tokens of a text, which this model computed with another cache.
+
+        Under ``serving`` that is what a forward of these tokens with this cache would store, to the bit, since it sees
+        its own tokens as they are. So one forward serves any number of caches.
+
+        Parameters
+        ----------
+        computed : sequence of tuple of Tensor
+            K after its rotary embedding, and V, of every layer [batch, heads, tokens, head_dim], without padding, from
+            position 0 on.
+
+        Raises
+        ------
+        CapabilityError
+            The cache holds tokens, is not of ``serving``, or K and V are none that its model could have given it.
+        """
+        if self.get_seq_length() or self.semantics != "serving":
+            raise CapabilityError(
+                f"a cache is filled while it is empty, and under serving; this one holds {self.get_seq_length()} tokens"
+                f" under {self.semantics}",
+                code="capability.fill",
+            )
+        tokens = computed[0][0].shape[2]
+        seen = ForwardSeen(None, 0, torch.arange(tokens, device=computed[0][0].device)[None])
+        for layer, pair in enumerate(computed):
+            self._take(*pair, layer, lambda: seen)
+
+    def _begin(self, k: Tensor, taken: Callable[[], ForwardSeen]) -> None:
         """Take note of the forward whose first K arrives."""
         if not self._busy.acquire(blocking=False):
             raise CapabilityError(
@@ -156,15 +189,15 @@ class KVCache(Cache):
                 code="capability.half-forward",
             )
         try:
-            self._calls = self._began(k)
+            self._calls = self._began(k, taken())
         except BaseException:
             self._busy.release()
             raise
 
-    def _began(self, k: Tensor) -> list[Call]:
+    def _began(self, k: Tensor, seen: ForwardSeen) -> list[Call]:
         """Padding and turns of the forward whose first K arrives, by layer."""
         batch, _, tokens, _ = k.shape
-        rows, seen, length = self.layers[0].rows["k"], self._watch.taken(), self.get_seq_length()
+        rows, length = self.layers[0].rows["k"], self.get_seq_length()
         if seen.held != length:
             raise CapabilityError(
                 f"the cache held {seen.held} tokens when this forward began and holds {length} now: another thread used"

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvlab.cache.hf.attention_view import Reader, Stored
 from kvlab.cache.hf.coder import LOOSE, StreamCoder
 from kvlab.cache.hf.decoded_window import DecodedColumns, Grant
-from kvlab.cache.hf.rows import Straight, TokenRow, Turn
+from kvlab.cache.hf.sequences import Straight, TokenRow, Turn
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.core.errors import CapabilityError
 

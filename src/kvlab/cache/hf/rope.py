@@ -31,7 +31,7 @@ CHANGING = ("dynamic", "longrope")
 REMEDY = 'use placement="post_rope", which codes K as the cache is handed it'
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in the half-split convention (RoFormer, Su et al. 2021), float32.
 
     Parameters
@@ -44,8 +44,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x.float() * cos + half_turned(x.float()) * sin
 
 
-def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of `rotate`: cos^2 + sin^2 is not 1 under attention scaling, nor in bfloat16."""
+def undo_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of `apply_rope`: cos^2 + sin^2 is not 1 under attention scaling, nor in bfloat16."""
     return (x.float() * cos - half_turned(x.float()) * sin) / (cos.square() + sin.square())
 
 
@@ -65,12 +65,12 @@ class RopeTurn:
     def undo(self, x: Tensor, first: int) -> Tensor:
         """From attention to codec."""
         span = slice(first, first + x.shape[1])
-        return unrotate(x, self.cos[span], self.sin[span])
+        return undo_rope(x, self.cos[span], self.sin[span])
 
     def redo(self, x: Tensor, first: int) -> Tensor:
         """From codec to attention."""
         span = slice(first, first + x.shape[1])
-        return rotate(x, self.cos[span], self.sin[span])
+        return apply_rope(x, self.cos[span], self.sin[span])
 
     @cached_property
     def columns(self) -> tuple[NDArray, NDArray]:
@@ -123,7 +123,7 @@ def turns_of(config: PreTrainedConfig, head_dim: int, tokens: int, dtype: torch.
 
 
 def find_rotary(model: nn.Module, head_dim: int) -> Rotary:
-    """The model's rotary embedding, after its convention has been found to be the one of `rotate`.
+    """The model's rotary embedding, after its convention has been found to be the one of `apply_rope`.
 
     Raises
     ------
@@ -169,7 +169,7 @@ def _refuse_unturnable(rotary: Rotary, layer: int, head_dim: int) -> None:
             f"{name} cannot be asked for its rotation ({type(error).__name__}: {error}); {REMEDY}",
             code="capability.unknown-rope",
         ) from None
-    ours = rotate(x[0], cos[0], sin[0])
+    ours = apply_rope(x[0], cos[0], sin[0])
     if not torch.allclose(ours, theirs[0].float(), atol=TOLERANCE):
         raise CapabilityError(
             f"{name} turns K in another convention than by halves; {REMEDY}", code="capability.rope-convention"

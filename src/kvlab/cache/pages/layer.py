@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvlab.cache.pages.attention import Attended, Keys, compiled
 from kvlab.cache.pages.exact import ExactStore
-from kvlab.cache.pages.rope import Rotation, Unturned
-from kvlab.cache.pages.rows import Rows
+from kvlab.cache.pages.rope import MeanByPosition, Rotation, Unturned
+from kvlab.cache.pages.token_bytes import Rows
 from kvlab.codecs.klt.reading import Looked, RowReader
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.core.errors import CodecNotActive
@@ -30,17 +30,24 @@ class LayerPages:
         Which one.
     k, v : Rows
         How a token's K and V lie; K's bytes come first.
-    rotation : Rotation or Unturned
+    rotation : Rotation, MeanByPosition or Unturned
         What stands between K as attention sees it and as it is coded.
     exact : ExactStore or None
         Of all layers, where the recipe keeps recent tokens or sinks exact.
     """
 
-    def __init__(self, layer: int, k: Rows, v: Rows, rotation: Rotation | Unturned, exact: ExactStore | None = None):
+    def __init__(
+        self,
+        layer: int,
+        k: Rows,
+        v: Rows,
+        rotation: Rotation | MeanByPosition | Unturned,
+        exact: ExactStore | None = None,
+    ):
         self.layer, self.rotation, self.exact = layer, rotation, exact
         self.quick = quick(k), quick(v)
         self.k, self.v = (writer(rows, own) for rows, own in zip((k, v), self.quick, strict=True))
-        self.attention = attention(*self.quick)
+        self.attention = attention(*self.quick, rotation.by_position)
         self.forget()
 
     def forget(self) -> None:
@@ -65,7 +72,7 @@ class LayerPages:
         rows = self._rows(pages)
         if self.attention:
             at = slots.numpy()
-            self.k.write(k, rows, at, 0, self.rotation.rows, positions.numpy())
+            self.k.write(k, rows, at, 0, self.rotation.rows, positions.numpy(), self.rotation.by_position)
             self.v.write(v, rows, at, self.k.bytes)
         else:
             rows[slots, : self.k.bytes] = self.k.encode(self.rotation.undo(k, positions).float())
@@ -131,10 +138,10 @@ def quick(rows: Rows) -> RowReader | None:
     return None
 
 
-def attention(k: RowReader | None, v: RowReader | None) -> TileAttention | None:
+def attention(k: RowReader | None, v: RowReader | None, by_position: bool) -> TileAttention | None:
     """The compiled attention of few queries over both, None where either is read otherwise."""
     if not k or not v or k.plan.mean.device.type != "cpu" or by_triton(k.plan.mean.device):
         return None
-    from kvlab.codecs.klt.reading_numba import TileAttention
+    from kvlab.codecs.klt.reading_numba import AbsorbedAttention, TileAttention
 
-    return TileAttention(k, v)
+    return AbsorbedAttention(k, v) if by_position else TileAttention(k, v)

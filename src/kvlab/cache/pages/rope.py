@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvlab.cache.hf.rope import RopeTurn, refuse_lossy, rotate, unrotate
+from kvlab.cache.hf.rope import RopeTurn, apply_rope, refuse_lossy, undo_rope
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 
 PROBED = (0, 1, 7, 100)
-REMEDY = "give a recipe with rotary: after"
+REMEDY = "give a recipe with rotary: after, of a codec other than klt"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of the largest value of K
 
 
@@ -34,7 +34,11 @@ class Rotation:
         Cosines and sines of all positions of each frequency, float32 [head_dim / 2, positions].
     rows : pair of array
         Those of a position side by side, both halves, float32 [positions, head_dim].
+    by_position : bool
+        Whether it is K's mean alone that is turned.
     """
+
+    by_position = False
 
     def __init__(self, table: Tensor):
         cos, sin = table.float().chunk(2, dim=-1)
@@ -44,16 +48,17 @@ class Rotation:
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
         """K [heads, n, head_dim] as attention sees it, as it was before, float32; `positions` are int64 [n]."""
-        return unrotate(k, self.cos[positions], self.sin[positions])
+        return undo_rope(k, self.cos[positions], self.sin[positions])
 
     def redo(self, k: Tensor, positions: Tensor) -> Tensor:
         """The way back."""
-        return rotate(k, self.cos[positions], self.sin[positions])
+        return apply_rope(k, self.cos[positions], self.sin[positions])
 
 
 class Unturned:
     """No rotation: a recipe that codes K after its rotary embedding."""
 
+    by_position = False
     columns = rows = np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
@@ -61,6 +66,36 @@ class Unturned:
         return k
 
     redo = undo
+
+
+class MeanByPosition:
+    """K is coded after its rotary embedding, and its mean taken off by position; see `codecs.shared.turning`.
+
+    Parameters
+    ----------
+    rotation : Rotation
+        Of the layer, whose tables are this one's too.
+    mean : Tensor
+        Of K before its rotary embedding, float32 [heads, head_dim].
+    """
+
+    by_position = True
+
+    def __init__(self, rotation: Rotation, mean: Tensor):
+        self.rotation, self.mean = rotation, mean[:, None]
+        self.columns, self.rows = rotation.columns, rotation.rows
+
+    def undo(self, k: Tensor, positions: Tensor) -> Tensor:
+        """K [heads, n, head_dim] as attention sees it, as it is coded, float32; `positions` are int64 [n]."""
+        return k.float() - self._apart(positions)
+
+    def redo(self, k: Tensor, positions: Tensor) -> Tensor:
+        """The way back."""
+        return k + self._apart(positions)
+
+    def _apart(self, positions: Tensor) -> Tensor:
+        """From the mean to where it is turned to, float32 [heads, n, head_dim]."""
+        return self.rotation.redo(self.mean.expand(-1, len(positions), -1), positions) - self.mean
 
 
 def rotation_of(attention: nn.Module, head_dim: int) -> Rotation:
@@ -77,8 +112,8 @@ def rotation_of(attention: nn.Module, head_dim: int) -> Rotation:
     if table is None or table.dim() != 2 or table.shape[1] != head_dim:
         held = "none" if table is None else f"one of shape {list(table.shape)}"
         raise CapabilityError(
-            f"K is coded before its rotary embedding, and {type(rotary).__name__} holds no table of cosines and sines"
-            f" for {head_dim} dimensions that could turn it back (found {held}); {REMEDY}",
+            f"K or its mean is turned by the rotary embedding, and {type(rotary).__name__} holds no table of cosines"
+            f" and sines for {head_dim} dimensions that says how (found {held}); {REMEDY}",
             code="capability.unknown-rope",
         )
     found = Rotation(table)

@@ -14,14 +14,15 @@ from kvlab.cache.files.recipe import RecipeFile
 from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.exact import ExactStore, kept_exact
 from kvlab.cache.pages.layer import LayerPages
-from kvlab.cache.pages.rope import Unturned, rotation_of
-from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.pages.rope import MeanByPosition, Rotation, Unturned, rotation_of
+from kvlab.cache.pages.token_bytes import Rows, rows_of
 from kvlab.cache.vllm import worker as vllm_worker
 from kvlab.cache.vllm.settings import Rule, common, logger, own_dtype, refuse_settings
 from kvlab.cache.vllm.worker import STREAMS, ReadyRecipe
+from kvlab.calibration.needs import by_position
 from kvlab.codecs.base import Site
 from kvlab.core.errors import CapabilityError, CodecNotActive
-from kvlab.core.recipe import PAGES_VARIABLE
+from kvlab.core.recipe import PAGES_VARIABLE, Recipe
 from kvlab.core.records import CANARY_MIN, TWO_PASSES
 from kvlab.engines.capability import check_pages
 from kvlab.engines.hooks import attention_layers
@@ -77,7 +78,7 @@ def prepare(config: VllmConfig) -> ReadyRecipe:
         The calibration is missing or another model's.
     """
     refuse_settings([*common(config), *own(config)], PAGES_VARIABLE)
-    found = vllm_worker.made_ready(config, read_recipe())
+    found = vllm_worker.made_ready(config, read_recipe(), by_position=True)
     info = found.info
     if len(found.layers) != info.n_layers:
         raise CapabilityError(
@@ -249,12 +250,19 @@ def give_pages(model: torch.nn.Module, served: ReadyRecipe, exact: ExactStore | 
             rows_of(served.codecs[stream], Site(0, layer, stream), info.n_kv_heads, info.head_dim, device)
             for stream in STREAMS
         ]
-        turn = Unturned() if served.recipe.rotary == "after" else rotation_of(attention, info.head_dim)
-        impl.pages = LayerPages(layer, *rows, turn, exact)
+        impl.pages = LayerPages(layer, *rows, turn_of(attention, served.recipe, info.head_dim, rows[0]), exact)
         plain = attention.attn.get_kv_cache_spec
         attention.attn.get_kv_cache_spec = partial(_coded_spec, plain, page_spec, impl.pages.bytes)
         found.append(impl.pages)
     return found
+
+
+def turn_of(attention: nn.Module, recipe: Recipe, head_dim: int, k: Rows) -> Rotation | MeanByPosition | Unturned:
+    """What stands between K of a layer as attention sees it and as the recipe codes it; raises as `rotation_of`."""
+    if recipe.rotary == "after" and not by_position(recipe):
+        return Unturned()
+    found = rotation_of(attention, head_dim)
+    return MeanByPosition(found, k.plan.decoding.mean) if by_position(recipe) else found
 
 
 def _coded_spec(plain, page_spec, size: int, config: VllmConfig):

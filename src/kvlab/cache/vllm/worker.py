@@ -96,8 +96,8 @@ def prepare(config: VllmConfig) -> ReadyRecipe:
     return made_ready(config, read_recipe())
 
 
-def made_ready(config: VllmConfig, found: RecipeFile) -> ReadyRecipe:
-    """A recipe file made ready for the model that vLLM is about to load.
+def made_ready(config: VllmConfig, found: RecipeFile, by_position: bool = False) -> ReadyRecipe:
+    """A recipe file made ready for the model that vLLM is about to load; `by_position` as of `prepared`.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def made_ready(config: VllmConfig, found: RecipeFile) -> ReadyRecipe:
     revision = model.revision or getattr(model.hf_config, "_commit_hash", None)
     info = resolve(Model(path=model.model, revision=revision, n_layers=text.num_hidden_layers), loads=False)
     capability.check("vllm", own_dtype(config), "default", info, on_cpu=config.device_config.device_type == "cpu")
-    ready = prepared(found, info)
+    ready = prepared(found, info, by_position=by_position)
     codecs = {stream: ready.codec(stream, ends=False) for stream in STREAMS}
     _try_out(codecs, ready.layers, info)
     return ReadyRecipe(ready.recipe, info, ready.calibration_hash, ready.layers, codecs)

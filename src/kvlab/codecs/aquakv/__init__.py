@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from kvlab.core.settings import Ends, Plugin, Published, Values
+from kvlab.core.codec_settings import Ends, Plugin, Published, Values
 
 
 class AquaKvStream(Ends):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
-from kvlab.core.settings import Frozen, Plugin, without
+from kvlab.core.codec_settings import Frozen, Plugin, without
 
 
 class ArchiveStream(Frozen):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.core.settings import Bits, BlockSettings, Kind, Plugin, Tensor
+from kvlab.core.codec_settings import Bits, BlockSettings, Kind, Plugin, Tensor
 
 
 class BlockStream(BlockSettings):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvlab.codecs.block import BlockStream
+from kvlab.core.codec_settings import BlockSettings
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
-from kvlab.core.settings import BlockSettings
 
 
 def studied_recipe(params: Params, variance_ratio: float | None = None) -> Recipe:

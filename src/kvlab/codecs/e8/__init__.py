@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.core.settings import Bits, Conditioned, Plugin
+from kvlab.core.codec_settings import Bits, Conditioned, Plugin
 
 
 class E8Stream(Conditioned):

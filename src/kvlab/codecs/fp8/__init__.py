@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvlab.core.settings import Conditioned, Plugin
+from kvlab.core.codec_settings import Conditioned, Plugin
 
 
 class Fp8Stream(Conditioned):

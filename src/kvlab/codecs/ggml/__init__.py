@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.core.settings import Conditioned, Plugin, Published, Values
+from kvlab.core.codec_settings import Conditioned, Plugin, Published, Values
 
 Type = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 BITS = {"q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvlab.core.settings import IdentityStream, Plugin
+from kvlab.core.codec_settings import IdentityStream, Plugin
 
 CODEC = Plugin(IdentityStream, "kvlab.codecs.identity.codec:IdentityCodec", control=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvlab.codecs.base import Encoded, Place, Site, StreamCalibration, block_index, checked, finite, stored
 from kvlab.codecs.shared.apart import apart
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import StreamError
-from kvlab.core.settings import IdentityStream
 
 
 class IdentityCodec:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from kvlab.codecs.block import BlockStream
 from kvlab.codecs.klt import KltStream
-from kvlab.core.settings import Frozen, Plugin
+from kvlab.core.codec_settings import Frozen, Plugin
 
 
 class IsotropicStream(Frozen):

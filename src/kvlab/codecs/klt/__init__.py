@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_serializer
 
-from kvlab.core.settings import SILENT, Ends, Kind, Plugin, Tensor, Values, without
+from kvlab.core.codec_settings import SILENT, Ends, Kind, Plugin, Tensor, Values, without
 
 WHOLE_KLT = {"transform": "klt", "tables": "fitted", "allocation": "water_filling"}
 """Settings that take nothing out."""

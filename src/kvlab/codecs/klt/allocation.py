@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.shared.quantizer import gaussian_table, mse
-from kvlab.core.settings import MOST_BITS
+from kvlab.core.codec_settings import MOST_BITS
 
 LEAST = 1 / 8  # bits per value that every vector keeps, whatever its loss is thought to be
 

@@ -33,16 +33,17 @@ from kvlab.codecs.base import (
 from kvlab.codecs.klt import KltStream, escapes
 from kvlab.codecs.klt.allocation import shared
 from kvlab.codecs.klt.choosing import Chooser, Worth
-from kvlab.codecs.klt.components import FLOOR, TINY, Components
 from kvlab.codecs.klt.escapes import Spent, last_spent
 from kvlab.codecs.klt.halves import HalfMatrix, scratch
-from kvlab.codecs.klt.marginal import MAX_WIDTH, Marginals, gaussian_sketch
+from kvlab.codecs.klt.marginal import MAX_WIDTH, Marginals
 from kvlab.codecs.klt.synthesis import Decoding, Synthesis
 from kvlab.codecs.shared import covariance
 from kvlab.codecs.shared.apart import apart
+from kvlab.codecs.shared.components import FLOOR, TINY, Components
 from kvlab.codecs.shared.front import needed
 from kvlab.codecs.shared.grouping import block_diagonal, centred
 from kvlab.codecs.shared.products import FEW
+from kvlab.codecs.shared.sketch import gaussian_sketch
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, ParamsError, StreamError
 
 OVERHEAD = 48  # bytes of a frame with one block that are not indices, bits lost at the ends of planes included

@@ -1,4 +1,4 @@
-"""The shape of one component's distribution: a sketch of it, and the Lloyd-Max tables of any width that fit it."""
+"""The Lloyd-Max tables of any width that fit the sketch of one component's distribution."""
 
 from __future__ import annotations
 
@@ -6,49 +6,18 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvlab.codecs.klt.allocation import bits_of, in_turn, spending_order
 from kvlab.codecs.shared.apart import apart
 from kvlab.codecs.shared.quantizer import gaussian_table
+from kvlab.codecs.shared.sketch import ranks
 
-POINTS = 256
-PSEUDO_SAMPLES = 8192
 NODES, REACH = 4096, 6.0
 ROUNDS, ROUNDS_OF_WIDE = 12, 4  # of Lloyd's iteration; tables of more than 5 bits start near enough
 MAX_WIDTH = 8
 UNMADE = 1e300  # distortion of a table that was not made: its bits come last
-
-
-def ranks(count: int) -> Tensor:
-    """Quantiles of N(0, 1) at (i + 1/2) / count, float64 [count]."""
-    return torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
-
-
-def sketch(samples: Tensor) -> Tensor:
-    """Quantiles at (i + 1/2) / POINTS of samples mixed with as many of N(0, 1) as it takes to be sure of a shape.
-
-    A table that is fitted to a thousand correlated tokens is worse on the next thousand than the
-    Gaussian one, a table fitted to six thousand is better: hence a prior worth `PSEUDO_SAMPLES`.
-
-    Parameters
-    ----------
-    samples : Tensor
-        [D, n] float64, of variance 1 each.
-
-    Returns
-    -------
-    Tensor
-        [D, POINTS], ascending.
-    """
-    prior = ranks(PSEUDO_SAMPLES).to(samples).expand(samples.shape[0], -1)
-    mixed = torch.cat((samples, prior), dim=1)
-    ordered = torch.from_numpy(np.sort(mixed.cpu().numpy(), axis=1)).to(mixed.device)  # several times torch's speed
-    place = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS * ordered.shape[1] - 0.5
-    low = place.long()
-    return torch.lerp(ordered[:, low], ordered[:, low + 1], (place - low).to(ordered))
 
 
 @dataclass(frozen=True)
@@ -200,8 +169,3 @@ def _between(sketches: Tensor, low: Tensor, part: Tensor) -> Tensor:
 def integral(values: Tensor) -> Tensor:
     """Running sum along the last axis, from 0."""
     return torch.nn.functional.pad(values.cumsum(-1), (1, 0))
-
-
-def gaussian_sketch(count: int) -> Tensor:
-    """The sketch of N(0, 1), float64 [count, POINTS]."""
-    return ranks(POINTS).expand(count, -1)

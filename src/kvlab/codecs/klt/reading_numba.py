@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.codecs.klt import attention_numba, tiles_numba
+from kvlab.codecs.klt import absorbed_numba, attention_numba, tiles_numba
 from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
 from kvlab.codecs.klt.halves import HalfMatrix, lent
 from kvlab.codecs.klt.plain import turn
@@ -153,8 +153,26 @@ class TileAttention:
             np.zeros(len(of_runs) * heads, np.float32),
             np.zeros((len(of_runs) * heads, self.v.read.width + 1), np.float32),
         )
-        flat, pages, to_keys = q.flatten(0, 1).contiguous().numpy(), rows.numpy(), self.k.read.to_tokens(made_in(dtype))
-        turned = attention_numba.Turned(self.mean, *turning, self.half)
+        part = self._part(rows.numpy(), first, x, q.flatten(0, 1).contiguous().numpy(), heads, turning, dtype, seen)
+        for fault in in_threads(part, len(x.parts)):
+            refuse(fault)
+        mean, log_sum = np.zeros((queries * heads, head_dim), np.float32), np.empty(queries * heads, np.float32)
+        attention_numba.finish(seen, of_runs, heads, self.v.read.way, mean, log_sum)
+        return torch.from_numpy(mean).view(q.shape), torch.from_numpy(log_sum).view(queries, heads)
+
+    def _part(
+        self,
+        pages: NDArray,
+        first: int,
+        x: Looked,
+        q: NDArray,
+        heads: int,
+        turning: tuple[NDArray, NDArray],
+        dtype: torch.dtype,
+        seen: attention_numba.Seen,
+    ) -> Callable[[int], int]:
+        """What attends to one of `Looked.parts`: its number to a fault."""
+        to_keys, turned = self.k.read.to_tokens(made_in(dtype)), attention_numba.Turned(self.mean, *turning, self.half)
 
         def part(number: int) -> int:
             runs = x.runs[slice(*x.parts[number])].copy()
@@ -162,13 +180,9 @@ class TileAttention:
             slots, runs[:, 0] = x.slots[begin:end], runs[:, 0] - begin
             k = self._keys(pages, slots, to_keys)
             tables = self.v.read.tables()
-            return attention_numba.attend(runs, pages, slots, first, *tables, k, turned, heads, flat, x.until, seen)
+            return attention_numba.attend(runs, pages, slots, first, *tables, k, turned, heads, q, x.until, seen)
 
-        for fault in in_threads(part, len(x.parts)):
-            refuse(fault)
-        mean, log_sum = np.zeros((queries * heads, head_dim), np.float32), np.empty(queries * heads, np.float32)
-        attention_numba.finish(seen, of_runs, heads, self.v.read.way, mean, log_sum)
-        return torch.from_numpy(mean).view(q.shape), torch.from_numpy(log_sum).view(queries, heads)
+        return part
 
     def _keys(self, pages: NDArray, slots: NDArray, to_keys: tuple[Tensor, ...]) -> NDArray:
         """K less its mean [groups * width, n or more], as `Turned`'s; what is after n means nothing."""
@@ -191,6 +205,39 @@ class TileAttention:
         if count:
             tiles_numba.add_beside(held, count, loop.way, out)
         return out
+
+
+class AbsorbedAttention(TileAttention):
+    """The same of K that was coded after its rotary embedding (`codecs.shared.turning`): its way back is in the query.
+
+    All is computed in float32, whatever the model's dtype is.
+    """
+
+    def _part(
+        self,
+        pages: NDArray,
+        first: int,
+        x: Looked,
+        q: NDArray,
+        heads: int,
+        turning: tuple[NDArray, NDArray],
+        dtype: torch.dtype,
+        seen: attention_numba.Seen,
+    ) -> Callable[[int], int]:
+        k, rows, head_dim = self.k.read, *q.shape
+        absorbed = absorbed_numba.Absorbed(
+            np.zeros((rows, k.lines), np.float32),
+            np.empty((rows, k.width), np.float32),
+            np.empty((rows, head_dim), np.float32),
+        )
+        absorbed_numba.absorb(q, heads, k.way, k.active, absorbed)
+
+        def part(number: int) -> int:
+            runs = x.runs[slice(*x.parts[number])]
+            both = self.k.read.tables(), self.v.read.tables()
+            return absorbed_numba.attend(runs, pages, x.slots, first, *both, *turning, heads, absorbed, x.until, seen)
+
+        return part
 
 
 def made_in(dtype: torch.dtype) -> torch.dtype:

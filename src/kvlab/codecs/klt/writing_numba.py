@@ -101,6 +101,7 @@ class QuickRows(KltRows):
         first: int,
         turn: tuple[NDArray, NDArray] = (UNTURNED, UNTURNED),
         positions: NDArray | None = None,
+        by_position: bool = False,
     ) -> None:
         """Code tokens into rows.
 
@@ -118,6 +119,8 @@ class QuickRows(KltRows):
             Cosines and sines float32 [positions, head_dim] that tokens are turned back by before they are coded.
         positions : array, optional
             Of the tokens there, int64 [n].
+        by_position : bool
+            Whether tokens are not turned back, but their mean is turned (`codecs.shared.turning`).
 
         Raises
         ------
@@ -128,13 +131,14 @@ class QuickRows(KltRows):
         if len(slots) < FEW:
             few = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x.float()).numpy()
             rest = rows.numpy(), slots, first, self.bytes
-            if write_few(few, *turn, positions, self.way, *self.tables, self.choice, *rest):
+            if write_few(few, *turn, positions, by_position, self.way, *self.tables, self.choice, *rest):
                 return
         for start in range(0, len(slots), STRIP):
             own = slice(start, min(start + STRIP, len(slots)))
             flat = x[:, own].transpose(0, 1).float().flatten(1).contiguous().numpy()
             centred = np.empty((len(flat), plan.groups, plan.width), np.float32)
-            centre(flat, *turn, positions[own], self.way.mean.reshape(-1), centred.reshape(len(flat), -1))
+            to = centred.reshape(len(flat), -1)
+            centre(flat, *turn, positions[own], by_position, self.way.mean.reshape(-1), to)
             z = plan._components(torch.from_numpy(centred).transpose(0, 1)).permute(2, 0, 1).contiguous().numpy()
             if not write(z, centred, self.way, *self.tables, self.choice, rows.numpy(), slots[own], first, self.bytes):
                 vectors = torch.from_numpy(centred).transpose(0, 1)
@@ -156,15 +160,22 @@ def choice_of(plan: Plan) -> Choice:
 
 
 @compiled
-def centre(x, cos, sin, positions, mean, out):
-    """Tokens [n, heads * head_dim], turned back by their positions and less their mean, into as many."""
+def centre(x, cos, sin, positions, by_position, mean, out):
+    """Tokens [n, heads * head_dim], turned back by their positions and less their mean, into as many.
+
+    Or less their mean turned by their positions, where that is so.
+    """
     half = cos.shape[1] // 2
     for token in range(len(x)):
         own, to = x[token], out[token]
         if half:
             c, s = cos[positions[token]], sin[positions[token]]
             for first in range(0, len(own), 2 * half):
-                for at in range(half):
+                for at in range(half if by_position else 0):
+                    a, b = mean[first + at], mean[first + half + at]
+                    to[first + at] = own[first + at] - (a * c[at] - b * s[at])
+                    to[first + half + at] = own[first + half + at] - (b * c[at] + a * s[at])
+                for at in range(0 if by_position else half):
                     a, b, square = own[first + at], own[first + half + at], c[at] * c[at] + s[at] * s[at]
                     to[first + at] = (a * c[at] + b * s[at]) / square - mean[first + at]
                     to[first + half + at] = (b * c[at] - a * s[at]) / square - mean[first + half + at]
@@ -453,7 +464,7 @@ def write(z, centred, way, a, e, c, rows, slots, first, bytes):
 
 
 @compiled
-def write_few(x, cos, sin, positions, way, a, e, c, rows, slots, first, bytes):
+def write_few(x, cos, sin, positions, by_position, way, a, e, c, rows, slots, first, bytes):
     """Write a few tokens [heads, n, head_dim], float32 or bfloat16 as its bits: `centre`, `components` and `write`.
 
     One call in the place of three: what a call hands over takes as long as what it does. Whether it was done.
@@ -465,6 +476,6 @@ def write_few(x, cos, sin, positions, way, a, e, c, rows, slots, first, bytes):
         for head in range(heads):
             own = flat[token, head * head_dim : (head + 1) * head_dim]
             widen(x[head, token], own, own.view(np.int32))
-    centre(flat, cos, sin, positions, way.mean.reshape(-1), centred.reshape(tokens, -1))
+    centre(flat, cos, sin, positions, by_position, way.mean.reshape(-1), centred.reshape(tokens, -1))
     components(centred, way, z)
     return write(z, centred, way, a, e, c, rows, slots, first, bytes)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.core.settings import Ends, Plugin, Published, Values
+from kvlab.core.codec_settings import Ends, Plugin, Published, Values
 
 
 class KvtcStream(Ends):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.core.settings import Conditioned, Plugin
+from kvlab.core.codec_settings import Conditioned, Plugin
 
 
 class Nf4Stream(Conditioned):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.core.settings import Frozen, Plugin
+from kvlab.core.codec_settings import Frozen, Plugin
 
 
 class NoiseStream(Frozen):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_serializer
 
-from kvlab.core.settings import SILENT, Bits, Conditioned, Kind, Plugin, Published, Tensor, Values, without
+from kvlab.core.codec_settings import SILENT, Bits, Conditioned, Kind, Plugin, Published, Tensor, Values, without
 
 
 class OscarStream(Conditioned):

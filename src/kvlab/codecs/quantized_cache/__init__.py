@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from kvlab.core.settings import Conditioned, Plugin, Published, Values
+from kvlab.core.codec_settings import Conditioned, Plugin, Published, Values
 
 
 class QuantizedCacheStream(Conditioned):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvlab.codecs.base import StreamCalibration
 from kvlab.codecs.shared.whitening import Whitener, fit
+from kvlab.core.codec_settings import Conditioned
 from kvlab.core.errors import CalibrationMismatch
-from kvlab.core.settings import Conditioned
 
 
 class Front:

@@ -23,8 +23,8 @@ from kvlab.codecs.base import (
 )
 from kvlab.codecs.shared.apart import apart
 from kvlab.codecs.shared.front import Front, OwnFront
+from kvlab.core.codec_settings import Conditioned
 from kvlab.core.errors import CalibrationMismatch, StreamError
-from kvlab.core.settings import Conditioned
 
 
 class TokenBlockCodec(ABC):

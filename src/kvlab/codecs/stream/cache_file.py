@@ -36,8 +36,8 @@ from kvlab.codecs.stream import tree
 from kvlab.codecs.stream.bitstream import STREAMS, U32, FrameHeader, frame_bytes, read_frame
 from kvlab.codecs.stream.seal import Key, Seal
 from kvlab.core import filekind
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import StorageError, StreamError, UserError
-from kvlab.core.settings import IdentityStream
 
 MAGIC, VERSION = filekind.CODED, 3
 PURPOSE = b"kvlab coded cache 2\n"  # of signatures

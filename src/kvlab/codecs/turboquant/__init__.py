@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvlab.codecs.int import IntStream
-from kvlab.core.settings import Bits, Conditioned, Plugin, Published, Values
+from kvlab.core.codec_settings import Bits, Conditioned, Plugin, Published, Values
 
 
 class TurboQuantStream(Conditioned):

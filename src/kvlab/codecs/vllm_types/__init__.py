@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from kvlab.core.settings import Conditioned, Plugin, Published, Values
+from kvlab.core.codec_settings import Conditioned, Plugin, Published, Values
 
 Format = Literal[
     *("fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4"),

@@ -19,8 +19,8 @@ from kvlab.codecs.shared.token_blocks import TokenBlockCodec
 from kvlab.codecs.shared.transform import fixed_sign
 from kvlab.codecs.stream import packing
 from kvlab.codecs.wush import WushStream
+from kvlab.core.codec_settings import Conditioned
 from kvlab.core.errors import CalibrationMismatch
-from kvlab.core.settings import Conditioned
 
 RIDGE = 1e-3  # of the second moment, in units of its own diagonal
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, WithJsonSchema, create_model
 
-from kvlab.core.settings import Frozen
+from kvlab.core.codec_settings import Frozen
 from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS, DECLARED, MOST_CHARACTERS, Group, RowColumn
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE, fields
 from kvlab.gate.catalogue.strict import read_yaml

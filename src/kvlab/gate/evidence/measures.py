@@ -22,8 +22,8 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from scipy.special import betaincinv, ndtri
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import MixedIdentity, NonFinite
-from kvlab.core.settings import Frozen
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.skewed import upper_means
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
-from kvlab.core.settings import Frozen
+from kvlab.core.codec_settings import Frozen
 from kvlab.gate.evidence.measures import FEWEST, LEVELS, Measure, bounds_of
 from kvlab.gate.registry.entries import Metric
 from kvlab.stats.power import windows_needed

@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import NonFinite, UserError, suggestion
 from kvlab.core.recipe import digest
-from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Pool, Served
 from kvlab.gate.catalogue.strict import read_json
 from kvlab.gate.evidence.measures import Count, Measure

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
 
-from kvlab.core.settings import Frozen
+from kvlab.core.codec_settings import Frozen
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]  # no "+": it joins combined mechanisms
 Text = Annotated[str, StringConstraints(min_length=1, pattern=r"\S")]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvlab.cache.hf.rows import Turn
+from kvlab.cache.hf.sequences import Turn
 from kvlab.calibration.archive import Archive
 from kvlab.codecs.archive.codec import ArchiveBody
 from kvlab.codecs.archive.file import parts_of, record_of

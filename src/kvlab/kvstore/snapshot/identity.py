@@ -13,12 +13,12 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
+from kvlab.core.codec_settings import Frozen, IdentityStream
 from kvlab.core.decoder import rope_of
 from kvlab.core.errors import ModelError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import WHOLE, Placement, Recipe, canonical, digest
 from kvlab.core.records import file_hash, read_json
-from kvlab.core.settings import Frozen, IdentityStream
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
 

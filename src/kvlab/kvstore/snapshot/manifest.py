@@ -10,9 +10,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import KvlabError, UserError
 from kvlab.core.recipe import ID_LENGTH, canonical
-from kvlab.core.settings import Frozen
 from kvlab.kvstore.snapshot.format import MAX_MANIFEST
 from kvlab.kvstore.snapshot.identity import ContextIdentity
 from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason, refusal

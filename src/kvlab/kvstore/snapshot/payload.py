@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache.hf.rows import Straight, Turn
+from kvlab.cache.hf.sequences import Straight, Turn
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.needs import needs_calibration
 from kvlab.codecs.base import Codec, Site, StreamCalibration, all_finite
@@ -27,9 +27,9 @@ from kvlab.codecs.identity.codec import IdentityCodec
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared.exact_tokens import ExactTokens
 from kvlab.codecs.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CapabilityError, ParamsError, StreamError, UserError
 from kvlab.core.recipe import WHOLE, Placement, Recipe, StreamRecipe
-from kvlab.core.settings import IdentityStream
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.archive import ArchiveChunks, Rows
 from kvlab.kvstore.snapshot.identity import CodecIdentity, ContextIdentity

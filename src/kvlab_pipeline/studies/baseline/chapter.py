@@ -9,9 +9,9 @@ from pydantic import Field
 
 from kvlab.core.recipe import Attention, DType, Engine, Protocol
 from kvlab.stats.equivalence import State
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.figure import Figure
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.figure import Figure
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.baseline.numbers import agreement_entry, baseline_entry, floor_entry, peer_entries
 from kvlab_pipeline.studies.baseline.tables import context
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of

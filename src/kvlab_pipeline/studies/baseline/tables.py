@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.pages.parts import KL_UNIT
-from kvlab_pipeline.pages.withheld import settling
+from kvlab_pipeline.rendering.basis import Basis
+from kvlab_pipeline.rendering.parts import KL_UNIT
+from kvlab_pipeline.rendering.withheld import settling
 
 
 def floor(floors: dict) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvlab.core.settings import Frozen
+from kvlab.core.codec_settings import Frozen
 from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
 from kvlab_pipeline.studies.record import StudyRecord
 from kvlab_pipeline.studies.table import EstimateRecord

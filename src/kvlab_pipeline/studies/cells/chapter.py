@@ -8,9 +8,9 @@ import polars as pl
 
 from kvlab.core.recipe import Attention, DType, Engine, Placement, Protocol, Span, Stream
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.figure import Figure
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.figure import Figure
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.cells.numbers import cell_entries
 from kvlab_pipeline.studies.cells.tables import context
 from kvlab_pipeline.studies.chapter import Chapter, Drawn, PageSection, estimates_of

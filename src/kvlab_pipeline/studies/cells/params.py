@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field
 
 from kvlab.codecs.catalogue import CONDITIONABLE, LADDERED, Conditioning
+from kvlab.core.codec_settings import Bits, Frozen
 from kvlab.core.errors import ParamsError, suggestion
 from kvlab.core.paramfile import held_to
 from kvlab.core.params import CodecSection, Params, captured, from_the_start, unknown_layers
 from kvlab.core.recipe import Attention, DType, Engine, Placement, Protocol, Span, Stream
-from kvlab.core.settings import Bits, Frozen
 
 CELLS: dict[str, dict] = {
     "k-only": {"stream": "k"},

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering.basis import Basis
+from kvlab_pipeline.rendering.parts import KL_UNIT
 
 
 def by_engine(cells: Iterable[dict], make: Callable[[list[dict]], str]) -> list[dict]:

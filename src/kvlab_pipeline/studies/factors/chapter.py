@@ -10,11 +10,11 @@ from kvlab.core.errors import Fault
 from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.output import format as fmt
 from kvlab.output.markdown import code
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.pages.figure import DOWN, GREY, UP, Figure, Line, Look, Mark, Panel, linear_axis, named_axis
-from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
-from kvlab_pipeline.pages.withheld import settling, undecided
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.basis import Basis
+from kvlab_pipeline.rendering.figure import DOWN, GREY, UP, Figure, Line, Look, Mark, Panel, linear_axis, named_axis
+from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
+from kvlab_pipeline.rendering.withheld import settling, undecided
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim

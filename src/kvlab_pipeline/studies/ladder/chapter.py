@@ -9,8 +9,8 @@ import polars as pl
 from kvlab.core.errors import MissingResult
 from kvlab.core.recipe import Protocol, Span
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.figure import (
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.figure import (
     DOWN,
     GREY,
     INK,
@@ -25,7 +25,7 @@ from kvlab_pipeline.pages.figure import (
     log_axis,
     shape_of,
 )
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim

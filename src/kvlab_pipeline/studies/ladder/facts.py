@@ -21,7 +21,7 @@ from kvlab.cache.hf.codec_tables import resident_bytes
 from kvlab.calibration import load as calibration
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.load import Calibrated, FittedFiles
-from kvlab.codecs.klt.components import Components
+from kvlab.codecs.shared.components import Components
 from kvlab.codecs.shared.grouping import joined
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import ModelInfo, resolve

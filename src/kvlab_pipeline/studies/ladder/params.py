@@ -8,9 +8,9 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from kvlab.codecs.catalogue import CONDITIONABLE, Compared, Conditionable, Laddered, WholeBits
+from kvlab.core.codec_settings import Bits
 from kvlab.core.params import Params, Section, at_most
 from kvlab.core.recipe import Engine
-from kvlab.core.settings import Bits
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 Ablated = Literal["escapes", "budget", "tables", "allocation", "joint", "transform", "metric"]

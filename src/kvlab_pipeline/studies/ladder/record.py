@@ -9,10 +9,10 @@ from typing import Literal
 from pydantic import Field
 
 from kvlab.calibration.needs import needs_calibration
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.params import Params
 from kvlab.core.recipe import Engine, Recipe
 from kvlab.core.records import Provenance
-from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Testimony
 from kvlab_pipeline.studies.ladder.plan import rungs
 from kvlab_pipeline.studies.record import read_record

@@ -8,8 +8,8 @@ from itertools import groupby
 from kvlab.output import format as fmt
 from kvlab.output.markdown import code
 from kvlab.output.rendering import listing
-from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
+from kvlab_pipeline.rendering.basis import Basis
+from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 
 TEXTS = {"test": "text held out of the calibration's", "other": "text of another domain"}
 PLAIN = ("snapshot", "context")

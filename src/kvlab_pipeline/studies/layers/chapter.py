@@ -8,8 +8,8 @@ import polars as pl
 
 from kvlab.core.recipe import Engine, Protocol, Stream
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.figure import (
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.figure import (
     Axis,
     Figure,
     LegendKey,
@@ -22,7 +22,7 @@ from kvlab_pipeline.pages.figure import (
     shape_of,
     whole_axis,
 )
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim

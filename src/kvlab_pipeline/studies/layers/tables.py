@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
+from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 
 MARK = "†"  # put after what is told from zero after the correction for many layers
 APART = "‡"  # put after what is told from the mean of the layers, after the same correction

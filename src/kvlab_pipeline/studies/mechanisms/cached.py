@@ -1,6 +1,7 @@
 """`kvlab.Cache` on the windows of one eval, filled and read as `generate` does.
 
-The context goes through in one call and is stored by the codec. What follows comes token after token, each of which
+The context goes through in one call and is stored by the codec; it sees its own tokens as they are, so that one forward
+of it serves every recipe. What follows comes token after token, each of which
 reads what was stored before it and is stored in its turn; of a needle the question is one call, as a prompt is. The
 same calls with transformers' own cache are what this is held against. So every scored token reads mostly coded K and
 V: in one pass over many tokens it would read those of its neighbours as they were computed.
@@ -17,10 +18,10 @@ from transformers import Cache, DynamicCache
 from kvlab.cache.hf.expected_fires import counts
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.int import IntStream
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CodecNotActive, Fault
 from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab.core.records import CANARY_MIN, TWO_PASSES
-from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import ContextCache, Storage
 from kvlab.engines.hf.engine import HFEngine
 from kvlab.measure.engines import Visit
@@ -33,7 +34,7 @@ from kvlab_pipeline.studies.mechanisms.items import SCORERS, fidelity
 from kvlab_pipeline.studies.mechanisms.plan import FIDELITY
 from kvlab_pipeline.studies.mechanisms.subjects import EvalSubject
 
-# what a run keeps for all rows: logits of the same calls with transformers' own cache, and what one bit does in ours
+# what a run keeps for all rows: the same calls with transformers' own cache, and what one bit does in ours
 PLAIN, ONE_BIT_KL = "plain calls", "one bit in the Cache"
 ONE_BIT = (Recipe(k=IntStream(bits=1), v=IdentityStream()), Recipe(k=IdentityStream(), v=IntStream(bits=1)))
 
@@ -43,6 +44,26 @@ class NextTokens(NamedTuple):
 
     calls: tuple[tuple[int, ...], ...]
     labels: torch.Tensor
+
+
+class RecordingCache(DynamicCache):
+    """transformers' own cache, and what it was given: layers with a window let go of a part."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """See `Cache.update`."""
+        self.given.append((key_states, value_states))
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
+class PlainCalls(NamedTuple):
+    """What transformers' own cache comes to: the context's K after its rotary embedding, and V, and later logits."""
+
+    context: list[tuple[torch.Tensor, torch.Tensor]]
+    logits: torch.Tensor
 
 
 def request_of(window: Window, tokens: int) -> NextTokens:
@@ -86,15 +107,17 @@ class Cached(EvalSubject):
         run, engine, judge = visit.run(self.plain), visit.engines.get(self.plain), SCORERS[self.quality_eval_id]
         request = request_of(visit.window, self.tokens)
         if PLAIN not in run.kept:
-            run.kept[PLAIN] = logits(engine, DynamicCache(config=engine.model.config), visit.window, request)
-        reference = ReferenceLogits(run.kept[PLAIN], request.labels.to(run.kept[PLAIN].device))
+            run.kept[PLAIN] = _plain(engine, visit.window, request)
+        plain = run.kept[PLAIN]
+        reference = ReferenceLogits(plain.logits, request.labels.to(plain.logits.device))
         note, text = {}, self.quality_eval_id == FIDELITY
         if text and self._canary is None:
             if ONE_BIT_KL not in run.kept:
-                run.kept[ONE_BIT_KL] = _probed(engine, visit.window, request, reference)
+                run.kept[ONE_BIT_KL] = _probed(engine, visit.window, request, plain, reference)
             self._canary = run.kept[ONE_BIT_KL]
         cache = self._empty(engine)
-        rows = logits(engine, cache, visit.window, request)
+        cache.fill(plain.context)
+        rows = logits(engine, cache, request)
         if text:
             note = {"canary": self._canary}
             if visit.window.number == len(self.lab.windows.test) - 1:
@@ -117,12 +140,21 @@ class Cached(EvalSubject):
         return self._cache
 
 
-def _probed(engine: HFEngine, window: Window, request: NextTokens, reference: ReferenceLogits) -> float:
-    """KL of one bit for K or V, whichever is less, nats per token; first the Cache must add nothing of its own."""
+def _probed(
+    engine: HFEngine, window: Window, request: NextTokens, plain: PlainCalls, reference: ReferenceLogits
+) -> float:
+    """KL of one bit for K or V, whichever is less, nats per token; first the Cache must add nothing of its own.
+
+    Where it stores all as it is, it is filled by a forward of the context with it, which proves `KVCache.fill` too.
+    """
 
     def moved(recipe: Recipe) -> float:
         cache = KVCache(engine.model, recipe, window_bytes=None, compiled=False)
-        return fidelity(reference, logits(engine, cache, window, request))["kl"]
+        if recipe == IDENTITY:
+            called(engine, cache, window.ids[: window.context])
+        else:
+            cache.fill(plain.context)
+        return fidelity(reference, logits(engine, cache, request))["kl"]
 
     if not (own := moved(IDENTITY)) <= TWO_PASSES[engine.dtype]:
         raise Fault(
@@ -138,16 +170,23 @@ def _probed(engine: HFEngine, window: Window, request: NextTokens, reference: Re
     return least
 
 
+def _plain(engine: HFEngine, window: Window, request: NextTokens) -> PlainCalls:
+    """The calls with transformers' own cache."""
+    cache = RecordingCache(config=engine.model.config)
+    called(engine, cache, window.ids[: window.context])
+    return PlainCalls(cache.given.copy(), logits(engine, cache, request))
+
+
+def logits(engine: HFEngine, cache: Cache, request: NextTokens) -> torch.Tensor:
+    """Logits [labels, vocabulary] after each call that follows the context."""
+    return torch.cat([called(engine, cache, ids) for ids in request.calls])
+
+
 @torch.inference_mode()
-def logits(engine: HFEngine, cache: Cache, window: Window, request: NextTokens) -> torch.Tensor:
-    """Logits [labels, vocabulary] after each call but that of the context."""
-
-    def called(ids: tuple[int, ...]) -> torch.Tensor:
-        tokens = torch.tensor([ids], device=engine.model.device)
-        return engine.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
-
-    called(window.ids[: window.context])
-    return torch.cat(list(map(called, request.calls)))
+def called(engine: HFEngine, cache: Cache, ids: tuple[int, ...]) -> torch.Tensor:
+    """Logits [1, vocabulary] after a call."""
+    tokens = torch.tensor([ids], device=engine.model.device)
+    return engine.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
 
 
 def _contents(cache: KVCache, tokens: int) -> ContextCache:

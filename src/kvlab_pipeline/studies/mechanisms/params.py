@@ -9,10 +9,10 @@ from pydantic import Field
 
 from kvlab.attention.named import EVICTIONS, mechanism
 from kvlab.codecs.catalogue import KEPT_WHOLE, LADDERED, Finished, Laddered
+from kvlab.core.codec_settings import Bits
 from kvlab.core.errors import UserError, suggestion
 from kvlab.core.params import Params, Section
 from kvlab.core.recipe import PAGES_EXACT, DType, Protocol
-from kvlab.core.settings import Bits
 
 PATTERNED = ("block_sparse", "window", "chunk_summary")  # kinds of `patterns`
 KEPT = ("latent", *EVICTIONS)  # kinds of `kept`

@@ -10,10 +10,10 @@ import polars as pl
 
 from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.pages.figure import INK, Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis
-from kvlab_pipeline.pages.parts import KL_UNIT, not_resolved
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.basis import Basis
+from kvlab_pipeline.rendering.figure import INK, Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis
+from kvlab_pipeline.rendering.parts import KL_UNIT, not_resolved
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from pydantic import Field
 
+from kvlab.core.codec_settings import Bits
 from kvlab.core.params import Params, Section, at_most
 from kvlab.core.recipe import Protocol
-from kvlab.core.settings import Bits
 
 
 class MitigationsSection(Section):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from kvlab.codecs.block.studied import coded_layers, studied_recipe
 from kvlab.codecs.klt import KltStream
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import StaleResult
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell, DType, Engine, LayerRecipe, Protocol, Recipe, digest
 from kvlab.core.records import Provenance
-from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.mitigations.params import rises
 from kvlab_pipeline.studies.record import read_record
 

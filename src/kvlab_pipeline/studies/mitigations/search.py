@@ -24,10 +24,10 @@ import numpy as np
 
 from kvlab.calibration.load import FittedFiles
 from kvlab.codecs.block.studied import coded_layers
+from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.params import Params
 from kvlab.core.recipe import Cell, Recipe
 from kvlab.core.records import write_json
-from kvlab.core.settings import IdentityStream
 from kvlab.measure.subjects import probes_of
 from kvlab.measure.windows import windows_of
 from kvlab.stats.curve import between

@@ -7,9 +7,9 @@ from math import exp, log
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.figure import Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis, shape_of
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.figure import Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis, shape_of
+from kvlab_pipeline.rendering.parts import KL_UNIT
 
 GROUPS = {"all": "all layers", "coded": "coded layers", "boundary": "boundary layers"}
 NOISE, CAST = "noise", "cast"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
+from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 
 GROUPS = {"all": "all layers", "coded": "coded layers", "boundary": "boundary layers"}
 WHERE = {"in_forward": "as they are computed", "snapshot": "in the finished clean cache"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import StorageError
-from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.policy.params import PolicyStudy
 from kvlab_pipeline.studies.table import EstimateRecord
 

@@ -9,9 +9,9 @@ import polars as pl
 
 from kvlab.core.recipe import Engine
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.basis import METHODS, Basis
-from kvlab_pipeline.pages.figure import (
+from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.basis import METHODS, Basis
+from kvlab_pipeline.rendering.figure import (
     GREY,
     Figure,
     LegendKey,
@@ -24,7 +24,7 @@ from kvlab_pipeline.pages.figure import (
     shape_of,
     whole_axis,
 )
-from kvlab_pipeline.pages.withheld import undecided
+from kvlab_pipeline.rendering.withheld import undecided
 from kvlab_pipeline.studies.baselines import LEVELS
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
 from kvlab_pipeline.studies.entries import Entry, Interval, PValue

@@ -12,11 +12,11 @@ import polars as pl
 from pydantic import Field
 
 from kvlab.codecs.block.studied import studied_recipe, variance_ratios
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import StorageError
 from kvlab.core.params import Params
 from kvlab.core.recipe import DType, Engine, Recipe, StreamRecipe
 from kvlab.core.records import Provenance, finite, forget, write_json, write_table
-from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.record import read_record
 
 STREAMS = ("k", "v")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, product
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.parts import HELD, not_resolved
+from kvlab_pipeline.rendering.parts import HELD, not_resolved
 
 LARGER = "larger on `vllm` by, %"
 GROUPS = {"coded": "coded layers", "all": "all layers"}
@@ -149,7 +149,7 @@ def pooled(residual: dict, held: bool = False) -> str:
 def context(residual: dict | None, confidence: float, methods: dict[str, str], held: bool = False) -> dict | None:
     """Everything that ``residual.md.j2`` names; None when the study was not run.
 
-    What compares engines may have been taken out of `residual`; see `kvlab_pipeline.pages.withheld`.
+    What compares engines may have been taken out of `residual`; see `kvlab_pipeline.rendering.withheld`.
     """
     if not residual:
         return None

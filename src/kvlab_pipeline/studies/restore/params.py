@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import Field
 
 from kvlab.codecs.catalogue import KEPT_WHOLE, LADDERED, one_of
+from kvlab.core.codec_settings import Bits
 from kvlab.core.params import Params, Section, at_most
-from kvlab.core.settings import Bits
 
 Counted = Annotated[int, Field(ge=1)]
 Storable = Annotated[(str, *one_of((*LADDERED, *KEPT_WHOLE), plugin=True))]

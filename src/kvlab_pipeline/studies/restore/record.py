@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvlab.codecs.catalogue import LADDERED
+from kvlab.core.codec_settings import Frozen
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
-from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.record import StudyRecord
 from kvlab_pipeline.studies.restore.params import Storable
 from kvlab_pipeline.studies.table import EstimateRecord

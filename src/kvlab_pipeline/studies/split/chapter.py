@@ -6,8 +6,8 @@ from kvlab.core.params import Params
 from kvlab.core.recipe import Engine, Protocol
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
+from kvlab_pipeline.rendering.basis import Basis
+from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.studies.chapter import Chapter, PageSection, estimates_of
 from kvlab_pipeline.studies.columns import net_kl, subtracted
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval

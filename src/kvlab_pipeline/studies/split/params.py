@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from kvlab.codecs.catalogue import Laddered, has_bits
+from kvlab.core.codec_settings import MOST_BITS
 from kvlab.core.params import Params, Section, at_most
 from kvlab.core.recipe import Protocol
-from kvlab.core.settings import MOST_BITS
 
 
 class Split(Section):

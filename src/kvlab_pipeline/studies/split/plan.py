@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.recipes import named_recipe
+from kvlab.core.codec_settings import MOST_BITS
 from kvlab.core.params import Params
 from kvlab.core.recipe import Cell, Recipe
-from kvlab.core.settings import MOST_BITS
 
 READS = ("engines", "gap", "protocols", "windows", "split")  # of params.yaml, beside what every codec reads
 

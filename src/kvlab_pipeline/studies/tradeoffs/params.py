@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvlab.attention.named import Eviction, Latent, mechanism
+from kvlab.attention.named import EVICTIONS, Eviction, Latent, mechanism
 from kvlab.codecs.catalogue import Laddered
+from kvlab.core.codec_settings import Bits
 from kvlab.core.errors import UserError
 from kvlab.core.params import Params, Section, at_most
-from kvlab.core.settings import Bits
 
 Budget = Annotated[float, Field(gt=0, le=16)]
-Policy = Literal["sinks", "small_keys", "attention"]
+Policy = Literal[EVICTIONS]
 Uncalibrated = Literal["hadamard", "int", "kivi", "nf4"]
 
 

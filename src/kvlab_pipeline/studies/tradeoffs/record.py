@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.core.settings import Frozen
+from kvlab.core.codec_settings import Frozen
 from kvlab_pipeline.studies.record import StudyRecord
 from kvlab_pipeline.studies.table import EstimateRecord
 from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs

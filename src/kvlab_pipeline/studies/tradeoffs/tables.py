@@ -6,7 +6,7 @@ import re
 
 from kvlab.output import format as fmt
 from kvlab.output.format import DASH, number, percent
-from kvlab_pipeline.pages.figure import (
+from kvlab_pipeline.rendering.figure import (
     DOWN,
     GREY,
     INK,
@@ -21,7 +21,7 @@ from kvlab_pipeline.pages.figure import (
     Panel,
     log_axis,
 )
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.table import Table, estimate
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, TradeoffsRecord
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.gate.registry import Metric, Registry
-from kvlab_pipeline.gate_page.audit import mutations
+from kvlab_pipeline.gate_page.corruptions import mutations
 from kvlab_pipeline.gate_page.power import CHURN, LOSSES, SIZES, detection_curve, false_alarm, items_needed, repeated
 from kvlab_pipeline.gate_page.samples import Repeat
 

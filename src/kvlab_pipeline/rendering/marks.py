@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.figure import (
+from kvlab_pipeline.rendering.figure import (
     Figure,
     LegendKey,
     Look,
@@ -19,7 +19,7 @@ from kvlab_pipeline.pages.figure import (
     named_axis,
     shape_of,
 )
-from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.rendering.parts import KL_UNIT
 
 NUMBERS = ("value", "low", "high")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codecs.klt.marginal import gaussian_sketch, sketch
 from kvlab.codecs.shared import covariance
 from kvlab.codecs.shared.grouping import diagonal_blocks, factor, heads_together, joined
 from kvlab.codecs.shared.moments import Moments
+from kvlab.codecs.shared.sketch import gaussian_sketch, sketch
 from kvlab.core.errors import CalibrationMismatch, NonFinite
 
 FLOOR = 1e-10  # of the mean square: what float32 rounding of the rows themselves comes to, and a margin

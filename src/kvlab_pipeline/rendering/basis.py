@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.parts import KL_UNIT, scattered
+from kvlab_pipeline.rendering.parts import KL_UNIT, scattered
 
 METHODS = {
     "bca": "BCa bootstrap over windows, widened where Student's t is wider",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvlab.core.errors import Fault
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.figure import DARK, GREY, INK, PALE, PAPER, Axis, Figure, LegendKey, Look, Mark, Panel
+from kvlab_pipeline.rendering.figure import DARK, GREY, INK, PALE, PAPER, Axis, Figure, LegendKey, Look, Mark, Panel
 
 WIDE, NARROW = 525.6, 252.0  # points; 700 and 336 pixels of a browser
 LETTER, HEAD = 5.2, 6.4  # points that a letter takes on average, of the text and of the title

@@ -50,9 +50,9 @@ class Block:
 class TokenRow:
     """One sequence: padding that is not stored, coded blocks, then the exact tail [heads, tokens, head_dim].
 
-    `gone` are first tokens that are no longer stored, as a layer's window has left them; their columns stay. `head` are
-    the first tokens, where they are kept as they are; `loose` are coded tokens after the blocks, as rows
-    uint8 [tokens, bytes].
+    `tail` holds the tokens that the recipe's `recent` keeps exact, and those that wait until they fill a block; `head`
+    those of `sink`. `loose` are coded tokens after the blocks, as rows uint8 [tokens, bytes]. `gone` are first tokens
+    that are no longer stored, as a layer's window has left them; their columns stay.
     """
 
     pads: int = 0
