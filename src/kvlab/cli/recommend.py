@@ -30,7 +30,7 @@ from kvlab.cli.measure import MIB, in_digits
 from kvlab.core.errors import UnknownName, UserError
 from kvlab.output.terminal import as_text, printable
 
-MOST, MOST_CHECKED = Most(16), Most(8)
+MOST, MOST_CHECKED = Most(16), Most(12)
 COLUMNS = ("format", "engines", "bits", "KL", "95 %", "median", "99 %", "99.9 %", "same top token")
 Device = Annotated[str, choice("what the engine runs on; default: cuda", DEVICES)]
 Context = Annotated[int, number("tokens of a window that are coded; default: 512", whole(8))]
@@ -131,8 +131,8 @@ def check_verb(
         Path | None, path("text that kvlab's own codecs are fitted to; default: docstrings of installed packages")
     ] = None,
     dtype: Dtype = None,
-    context: Context = 512,
-    eval: Eval = 128,
+    context: Annotated[int, number("tokens of a window that are coded; default: 128", whole(8))] = 128,
+    eval: Annotated[int, number("tokens after them that are predicted; default: 32", whole(2))] = 32,
     windows: Annotated[int, window_count("so many, spread over the text", MOST_CHECKED)] = MOST_CHECKED,
     no_witness: NoWitness = False,
     json: Annotated[Path | None, EVERYTHING] = None,
