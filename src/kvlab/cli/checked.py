@@ -13,7 +13,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from kvlab.cli.flags import DTYPES
 from kvlab.codecs.catalogue import PUBLISHED
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError
 from kvlab.core.filekind import refuse_caches
@@ -39,15 +38,6 @@ def config_of(folder: Path) -> dict:
     layer_count(entry)
     model_tensors(Path(entry.path), config)
     return config
-
-
-def dtype_of(asked: str | None, config: dict) -> str:
-    """What the engine computes in: as asked for, else what the model's weights are of, if it is of `DTYPES`.
-
-    float32 holds those of any other dtype as they are.
-    """
-    own = config.get("dtype") or config.get("torch_dtype")
-    return asked or (own if own in DTYPES else "float32")
 
 
 def info_of(folder: Path) -> ModelInfo:

@@ -231,9 +231,7 @@ WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
 DTYPES = ("float32", "bfloat16")
 ENGINES = tuple(recipes.ENGINES)
 Engine = Annotated[str, choice("default: hf", ENGINES)]
-Dtype = Annotated[
-    str | None, choice("what the engine computes in; default: the model's own, of its config.json", DTYPES)
-]
+Dtype = Annotated[str, choice("what the engine computes in; default: float32", DTYPES)]
 Out = Annotated[Path, result("what is written (with companions of the same stem beside it)")]
 WindowsFile = Annotated[Path, path("windows.safetensors of `kvlab step corpus`")]
 NeedlesFile = Annotated[Path, path("needles.parquet of `kvlab step needles`")]

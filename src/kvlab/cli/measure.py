@@ -64,7 +64,7 @@ def measure_verb(
         str | None, word("another codec at the same bits, and the paired differences from it", metavar="CODEC")
     ] = None,
     engine: Engine = "hf",
-    dtype: Dtype = None,
+    dtype: Dtype = "float32",
     protocol: Annotated[
         str,
         choice(
@@ -104,7 +104,6 @@ def measure_verb(
     from kvlab.cli import checked
 
     config = checked.config_of(model)
-    args.dtype = checked.dtype_of(dtype, config)
     checked.refuse_absent(engine)
     named = _named(codec, against, bits, protocol)
     scored = checked.readable_text(text, context + eval, config)
