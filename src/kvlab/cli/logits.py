@@ -21,7 +21,7 @@ def logits_verb(
     windows: Annotated[int, window_count("so many of its chunks, evenly spread", MOST)] = MOST,
     json: Annotated[Path | None, EVERYTHING] = None,
 ) -> None:
-    """Hold a model here against llama.cpp: KL from the logits that it wrote to what transformers computes of its text.
+    """KL of a model here from the logits that llama.cpp wrote of the same text.
 
     It says how far the two references are apart, before anything is coded: weights of other bits, another tokenizer's
     first token, a rotary embedding that one of both does not know. KL, perplexity and the same top token are added up

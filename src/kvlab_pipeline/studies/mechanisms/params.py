@@ -33,7 +33,8 @@ class Mechanisms(Section):
         " default: those of the run",
     )
     codecs: tuple[Finished, ...] = Field(
-        default=(*LADDERED, "archive"), min_length=1, description="of finished caches, on the first engine of the run"
+        default=(*LADDERED, "archive"),
+        description="of finished caches, on the first engine of the run; none: leave them out",
     )
     in_forward: tuple[Laddered, ...] = Field(
         default=LADDERED,
@@ -102,7 +103,7 @@ class Mechanisms(Section):
         found = self.unsaid(protocols=tuple(dict.fromkeys(params.protocols)), cached_bits=self.bits)
         cut = {"in_forward": forward}
         if "snapshot" not in found.protocols and not {"protocols", "codecs"} <= self.model_fields_set:
-            cut["codecs"] = tuple(codec for codec in self.codecs if codec not in KEPT_WHOLE) or self.codecs
+            cut["codecs"] = tuple(codec for codec in self.codecs if codec not in KEPT_WHOLE)
         return found.model_copy(update=cut)
 
     def problems(self, params: Params) -> Iterator[str]:
