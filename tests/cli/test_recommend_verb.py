@@ -303,20 +303,6 @@ def test_a_model_without_a_tokenizer_is_refused(text, run, tmp_path, capsys):
 
 def test_the_chosen_format_is_computed_a_second_time(tiny_model, text, run, tmp_path):
     out, words = tmp_path / "found.json", [word for word in SMALL if word != "--no-witness"]
-    run(
-        "check",
-        tiny_model,
-        "--format",
-        "q4_0",
-        "--text",
-        text,
-        *words,
-        "--windows",
-        2,
-        "--dtype",
-        "float32",
-        "--json",
-        out,
-    )
+    run("check", tiny_model, "--format", "q4_0", "--text", text, *words, "--windows", 2, "--json", out)
     (seen,) = json.loads(out.read_text())["witnessed"]
     assert seen["alternative_kl"] < 1e-6 and torch.get_num_threads() >= 1

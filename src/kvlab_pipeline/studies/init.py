@@ -19,7 +19,7 @@ from kvlab_pipeline.studies.settings import by_model, sections
 LEAST_CONTEXT = 8  # as of `Windows.context`
 
 WINDOWS = 16  # half of them of each text
-# What a model of some hundred million parameters takes about twelve minutes for on two cores.
+# What a model of some hundred million parameters takes about twenty minutes for on two cores.
 ASKED = ("ladder", "layers", "noise")
 SAID = {
     "baseline": {"hf_attention": ["sdpa"]},
