@@ -13,7 +13,8 @@ from tiers import COMPILED, FIRST, FULL, tier
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
-ONE_ENGINE = ("engines", "calibration", "measure", "pipeline/studies")  # they share the session's engines: one process runs them all
+# They share the session's engines: one process runs them all.
+ONE_ENGINE = ("engines", "calibration", "measure", "pipeline/studies")
 # Folders that take longest, the longest first; the others fill up the time beside them.
 LONG = ("workflow/lab", *ONE_ENGINE, "codec", "kvstore/vllm", "cache", "workflow", "gate", "cli", "kvstore")
 settings.load_profile(FIRST)  # unless --hypothesis-profile names the other
