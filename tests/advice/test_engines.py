@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.advice.serving import EXACT, OwnFormat
-from kvlab.advice.serving_engines import DEVICES, SERVING
+from kvlab.advice.serving import DEVICES, EXACT, OwnFormat
+from kvlab.advice.serving_engines import SERVING
 from kvlab.cli.recommending import bits_of
 from kvlab.core.model import resolve_folder
 

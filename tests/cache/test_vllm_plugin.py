@@ -41,6 +41,24 @@ CALIBRATED = Recipe(k=KltStream(bits=3), v=HadamardStream(bits=3))
 HEADS, HEAD_DIM, LAYERS = 2, 8, 3
 
 
+# -- beside numba
+
+
+def test_vllm_starts_where_numba_was_loaded_before():
+    """vLLM looks at the `__dict__` of all that modules hold; llvmlite's library gives a function of that name."""
+    script = """
+import numba
+from llvmlite.binding import ffi
+from kvlab.cache import vllm_plugin
+before = hasattr(ffi.lib, "__dict__")
+vllm_plugin.register()
+vllm_plugin.register()
+print(before, hasattr(ffi.lib, "__dict__"), numba.njit(lambda x: x + 1)(1))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["True", "False", "2"]
+
+
 # -- the recipe file
 
 

@@ -8,6 +8,7 @@ from kvlab.codecs.recipes import named_recipe
 from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.recipe import Recipe
 
+DEVICES = ("cuda", "rocm", "cpu", "metal")
 EXACT = "16 bits"
 """In the place of a codec: K or V as the engine holds them without a format."""
 

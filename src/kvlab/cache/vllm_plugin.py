@@ -45,6 +45,7 @@ def register() -> None:
     CapabilityError
         This vLLM lacks one of the places that the plugin takes hold of, or both variables are set.
     """
+    _mend_llvmlite()
     chosen = _chosen()
     if chosen is None:
         return
@@ -57,6 +58,23 @@ def register() -> None:
     arguments = sys.modules.get("vllm.engine.arg_utils")  # only the user's own process has it, and needs it
     if arguments is not None:
         _wrap(arguments.EngineArgs, "create_engine_config", _after_config)
+
+
+def _mend_llvmlite() -> None:
+    """Let llvmlite's wrapper of its library have no attributes with two underscores in front.
+
+    It answers every name with a function of that library, ``__dict__`` too. When vLLM 0.32 starts, it takes the
+    ``__dict__`` of all that modules hold, and fails where numba was loaded before, as by `kvlab.Cache`.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is not None and hasattr(type(ffi.lib), "__getattr__"):
+        _wrap(type(ffi.lib), "__getattr__", _refuse_underscores)
+
+
+def _refuse_underscores(answered: Callable, lib: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return answered(lib, name)
 
 
 def _chosen() -> ModuleType | None:

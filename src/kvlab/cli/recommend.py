@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
-from kvlab.advice.serving import CacheFormat, OwnFormat, ServingEngine
-from kvlab.advice.serving_engines import DEVICES, SERVING
+from kvlab.advice.serving import DEVICES, CacheFormat, OwnFormat, ServingEngine
+from kvlab.advice.serving_engines import SERVING
 from kvlab.advice.verdicts import LOSSES, OPEN, answer, bound, verdict
 from kvlab.cli.flags import (
     EVERYTHING,

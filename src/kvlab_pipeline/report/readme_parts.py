@@ -28,7 +28,7 @@ STUDIES = {
     "K and V of each layer alone; noise in the finished cache": "measure/MODEL/hf-float32",
     "ladder: codecs, coding gain": "ladder/MODEL/{jobs,facts}",
     "ladder: calibration grown, longer contexts": "ladder/MODEL/further",
-    "gate on hf: the Cache, finished caches, needles, RULER, greedy decoding": "measure/MODEL/hf-mechanisms",
+    "gate on hf: the Cache, finished caches, needles, tasks, greedy decoding": "measure/MODEL/hf-mechanisms",
     "gate on vLLM: coded pages, its own fp8, needles": "measure/MODEL/vllm-mechanisms",
 }
 """Rows of the table of seconds, and the jobs that each of them is."""
@@ -100,8 +100,8 @@ def codecs_block(found: dict) -> str:
     tried, certified = (sum(one[name] for one in found["answers"]) for name in ("tried", "certified"))
     return (
         fmt.table(headers, lines)
-        + f"\n\nModel `{found['model']}`, {fmt.number(scored)} windows. Of {fmt.number(tried)} settings that were tried"
-        f" {fmt.number(certified) if certified else 'none'} may be claimed as harmless"
+        + f"\n\nModel `{found['model']}`, {fmt.number(scored)} windows. Of {fmt.number(tried)} settings that this run"
+        f" tried {fmt.number(certified) if certified else 'none'} may be claimed as harmless"
         " ([GATE.md](docs/results/gate/GATE.md) says why).\n"
     )
 

@@ -143,7 +143,7 @@ def test_a_preview_says_what_is_open_and_nothing_at_all_is_said_too(written):
     given["rows"][1] |= {"open": ["needle_recall"], "untold": ["needle_recall"]}
     assert "not certified: of the needles found nothing can be told, as the model is not shown" in first(written(given))
     given["answers"][0] |= {"word": "none", "row_id": None}
-    assert "**Nothing yet.** Of the 2 settings that were tried none" in first(written(given))
+    assert "**Nothing yet.** Of the 2 settings that this run tried none" in first(written(given))
     assert "The gate has judged no codec of this model" in first(written(None))
 
 

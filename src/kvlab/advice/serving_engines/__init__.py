@@ -7,4 +7,3 @@ SERVING: dict[str, ServingEngine] = {
     file.ENGINE.name: file.ENGINE for file in (vllm, llama_cpp, transformers, sglang, tensorrt_llm)
 }
 """By the name that `--engine` takes."""
-DEVICES = ("cuda", "rocm", "cpu", "metal")

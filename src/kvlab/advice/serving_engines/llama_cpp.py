@@ -1,8 +1,7 @@
 """llama.cpp: K and V have types of their own, all layers the same."""
 
-from kvlab.advice.serving import EXACT, CacheFormat, ServingEngine
+from kvlab.advice.serving import DEVICES, EXACT, CacheFormat, ServingEngine
 
-DEVICES = ("cuda", "rocm", "cpu", "metal")
 ALIKE = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 APART = (("q8_0", "q5_1"), ("q8_0", "q4_0"), ("q5_1", "q4_0"))
 BUILD = "on CUDA a build with GGML_CUDA_FA_ALL_QUANTS=ON, else attention is computed on the CPU"

@@ -1,9 +1,7 @@
 """transformers' `QuantizedCache`: one width for K and V of all layers; a prompt's own tokens read exact K and V."""
 
 from kvlab.advice.own import own_formats
-from kvlab.advice.serving import CacheFormat, ServingEngine
-
-DEVICES = ("cuda", "rocm", "cpu", "metal")
+from kvlab.advice.serving import DEVICES, CacheFormat, ServingEngine
 
 
 def _cache(backend: str, bits: int, package: str) -> CacheFormat:
