@@ -166,7 +166,7 @@ def test_what_is_served_stands_first_and_each_way_of_coding_by_itself(written):
         "### A finished cache, coded once and read once (transformers)",
     ]
     cached, paged, finished = found.split("### ")[1:4]
-    assert "**Nothing yet.** The one setting that was tried" in cached and cached.count("| klt at 4 bits") == 1
+    assert "**Nothing yet.** The one setting that this run tried" in cached and cached.count("| klt at 4 bits") == 1
     assert "**Use klt at 4 bits**" in paged and paged.count("| klt at 4 bits") == 1
     assert "Nobody serves so" in finished and finished.count("| klt at 4 bits") == 1
 
