@@ -121,7 +121,7 @@ docs: $(READY) .venv/docs/ready  ## README, docs and published pages as a site, 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
 	"$(BIN)/python" -m kvlab step reference --out models/reference $(ARGS)
 
-adopt: $(READY)  ## record in DVC what plain snakemake made (STAGE='sigma codebooks'; default: all)
+adopt: $(READY)  ## record in DVC what plain snakemake made (STAGE='data gate'; default: all)
 	@"$(BIN)/python" workflow/scripts/dvc_sync.py --check >/dev/null
 	@PATH="$(BIN):$$PATH" dvc repro --quiet code
 	@"$(BIN)/python" workflow/scripts/handover.py adopt $(STAGE)

@@ -1,7 +1,7 @@
 """From parameters to findings: what the KV codec costs, on which engine, and why.
 
 snakemake results/gap/FINDINGS.md    everything, as far as it is not there yet
-snakemake capture                    one stage; a stage is a file of workflow/rules
+snakemake capture                    one part of it; dvc.yaml groups them into stages
 """
 
 from snakemake.utils import min_version
@@ -22,31 +22,16 @@ include: "workflow/rules/common.smk"
 include: "workflow/rules/files.smk"
 include: "workflow/rules/code.smk"
 include: "workflow/rules/weights.smk"
-include: "workflow/rules/corpus.smk"
-include: "workflow/rules/asked.smk"
-include: "workflow/rules/capture.smk"
-include: "workflow/rules/sigma.smk"
-include: "workflow/rules/codebooks.smk"
-include: "workflow/rules/components.smk"
-include: "workflow/rules/archive.smk"
-include: "workflow/rules/choice.smk"
-include: "workflow/rules/residual.smk"
-include: "workflow/rules/planted.smk"
-include: "workflow/rules/needles.smk"
+include: "workflow/rules/data.smk"
+include: "workflow/rules/calibration.smk"
+include: "workflow/rules/studies.smk"
 include: "workflow/rules/measure.smk"
-include: "workflow/rules/ladder.smk"
 include: "workflow/rules/gate.smk"
-include: "workflow/rules/restore.smk"
-include: "workflow/rules/policy.smk"
-include: "workflow/rules/bitplanes.smk"
-include: "workflow/rules/placement.smk"
-include: "workflow/rules/capacity.smk"
-include: "workflow/rules/service.smk"
-include: "workflow/rules/ranks.smk"
-include: "workflow/rules/micro.smk"
-include: "workflow/rules/tradeoffs.smk"
-include: "workflow/rules/gap.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/planted.smk"
+include: "workflow/rules/kvstore.smk"
+include: "workflow/rules/serving.smk"
+include: "workflow/rules/tradeoffs.smk"
 include: "workflow/rules/order.smk"
 
 
@@ -68,9 +53,10 @@ rule all:
     default_target: True
     input:
         # Whole stages, so that DVC can record all that the report is made of. These make more than the report reads.
-        rules.components.input,
-        rules.archive.input,
-        rules.gap.input,
+        rules.data.input,
+        rules.calibration.input,
+        rules.studies.input,
+        rules.gate.input,
         rules.report.input,
     params:
         cfg=parameters("model"),

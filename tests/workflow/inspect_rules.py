@@ -20,6 +20,7 @@ from snakemake.io import is_flagged  # noqa: E402
 
 import embedded  # noqa: E402
 from kvlab.core.errors import UserError  # noqa: E402
+from kvlab.core.paramfile import read_yaml  # noqa: E402
 from kvlab_pipeline.jobs import plan  # noqa: E402
 from kvlab_pipeline.studies.settings import by_model, resolved  # noqa: E402
 
@@ -97,10 +98,10 @@ def signature(rule):
 
 def stage_signatures(config=None):
     """The signatures of each stage's rules."""
-    stages = {}
+    stages, outs = {}, dvc_sync.outs_of(read_yaml(dvc_sync.DVC_YAML))
     for rule in dvc_sync.parse_rules(config):
-        if Path(rule.snakefile).suffix == ".smk":
-            stages.setdefault(Path(rule.snakefile).stem, {})[rule.name] = signature(rule)
+        if stage := dvc_sync.stage_of(rule, outs):
+            stages.setdefault(stage, {})[rule.name] = signature(rule)
     return stages
 
 

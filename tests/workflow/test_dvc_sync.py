@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ruamel.yaml import YAML
@@ -38,13 +39,13 @@ def dvc_sync():
 
 @pytest.fixture
 def stages(dvc_sync):
-    code = dvc_sync.Stage("rules/code.smk", ["code"], {CODE.format("code.rules")}, {"src"}, set(), {"results/code"})
+    code = dvc_sync.Stage(["code"], {CODE.format("code.rules")}, {"src"}, set(), {"results/code"})
     made, of_fit = {"calib/fit/a.json"}, {CODE.format("fit.rules"), CODE.format("fit")}
-    fit = dvc_sync.Stage("rules/fit.smk", ["fit", "fit_one"], of_fit, set(), {"models/a"}, made, {"bits"})
+    fit = dvc_sync.Stage(["fit", "fit_one"], of_fit, set(), {"models/a"}, made, {"bits"})
     inputs = {"data/words.txt", "calib/fit/a.json", "results/summary.json"}
     outputs = {"results/picture.svg", "results/summary.json"}
     of_draw = {CODE.format("draw")}
-    draw = dvc_sync.Stage("rules/draw.smk", ["draw"], of_draw, inputs, set(), outputs, {"title", "bits"})
+    draw = dvc_sync.Stage(["draw"], of_draw, inputs, set(), outputs, {"title", "bits"})
     return {"code": code, "fit": fit, "draw": draw}
 
 
@@ -98,16 +99,38 @@ def test_the_code_of_a_stage_is_its_records_and_the_stage_that_writes_them_reads
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda stages: stages["fit"].outputs.add("calib/loose.json"), "stage fit makes calib/loose.json; declare it"),
-        (lambda stages: stages["draw"].outputs.add("calib/fit/b.json"), "stage draw makes calib/fit/b.json"),
-        (lambda stages: stages["fit"].outputs.clear(), "declares calib/fit in stage fit, but no rule"),
+        (lambda stages: stages["fit"].outputs.clear(), "declares calib/fit in stage fit, but no rule makes it"),
         (lambda stages: stages["fit"].inputs.add("notes.txt"), "which no stage makes and git does not track"),
-        (lambda stages: stages["fit"].rules.remove("fit"), "has no rule 'fit'"),
-        (lambda stages: stages.pop("draw"), "stages without rules: ['draw']"),
+        (lambda stages: stages["fit"].rules.remove("fit"), "there is no rule 'fit'"),
     ],
 )
 def test_a_contradiction_is_refused(dvc_sync, stages, mistake, message):
     mistake(stages)
     with pytest.raises(dvc_sync.Mismatch) as refusal:
         dvc_sync.synced(document(), stages, TRACKED, MODELS)
+    assert message in str(refusal.value)
+
+
+def rule(name, *output):
+    return SimpleNamespace(name=name, output=output)
+
+
+def test_a_rule_belongs_to_the_stage_whose_outs_it_makes(dvc_sync):
+    outs = dvc_sync.outs_of(document())
+    assert dvc_sync.stage_of(rule("fit_one", "calib/fit/a.json", "calib/fit/b.json"), outs) == "fit"
+    assert dvc_sync.stage_of(rule("drawn", "results/summary.json"), outs) == "draw"
+    assert dvc_sync.stage_of(rule("fit"), outs) == "fit" and dvc_sync.stage_of(rule("all"), outs) is None
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (["calib/loose.json"], "rule fit_one makes calib/loose.json; declare it under `outs` of a stage"),
+        (["calib/fitted.json"], "rule fit_one makes calib/fitted.json; declare it"),
+        (["calib/fit/a.json", "results/summary.json"], "makes files of the stages draw, fit; split it"),
+    ],
+)
+def test_a_rule_of_no_stage_or_of_two_is_refused(dvc_sync, output, message):
+    with pytest.raises(dvc_sync.Mismatch) as refusal:
+        dvc_sync.stage_of(rule("fit_one", *output), dvc_sync.outs_of(document()))
     assert message in str(refusal.value)

@@ -2,7 +2,7 @@
 
     python validation/pipeline/slurm.py
     python validation/pipeline/slurm.py --against .runs/quick     byte for byte against a local run
-    python validation/pipeline/slurm.py --target sigma --dvc capture   a part of it, and a stage by `dvc repro`
+    python validation/pipeline/slurm.py --target sigma --dvc data   a part of it, and a stage by `dvc repro`
 
 It needs root on Debian or Ubuntu: SLURM and munge are installed where they are missing, and SLURM's own
 commands read nothing but /etc/slurm/slurm.conf. A file there that this script did not write is left alone.

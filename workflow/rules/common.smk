@@ -171,8 +171,6 @@ KEYS_OF = STUDY_KEYS | {
     BASELINE: (*CODEC_KEYS, "windows", "baseline", "engines", "protocols", "gap"),
     MECHANISMS: ("model", "calibration", "codec", "engines", "mechanisms", "jobs"),
 }
-# Whether targets are what a stage of DVC makes: what `studies` asks for. Typed by hand, a target makes its study all the same.
-FOR_DVC = bool({"DVC_STAGE", "KVLAB_FOR_DVC"} & os.environ.keys())
 FURTHER = wanted_further(PARAMS)  # what of the ladder no cell can ask for
 UNITS = units(PARAMS)
 for slug, params in MODELS.items():

@@ -50,11 +50,11 @@ def measured_outputs(contents):
     ]
 
 
-def measured_of(study):
-    """The same of every job of a study, of every model that is asked for it."""
+def measured_of(study, models):
+    """The same of every job of a study, of some models."""
     jobs = [job for contents in UNITS.values() for job in contents.get(study, ())]
     table = "results/{study}/{model}/{job}.{kind}"
-    return expand(table, study=study, model=wanted_of(study), job=jobs, kind=["parquet", "json"])
+    return expand(table, study=study, model=models, job=jobs, kind=["parquet", "json"])
 
 
 def asked_for(study):
@@ -65,11 +65,8 @@ def asked_for(study):
 
 
 def wanted_of(study):
-    """The models of which a target makes a study: typed by hand, one that no model is asked for is made of all.
-
-    As a stage of DVC it is made of none. The report's stages depend on it whatever is asked for.
-    """
-    return asked_for(study) or ([] if FOR_DVC else list(MODELS))
+    """The models of which a target that is typed makes a study: where no model is asked for it, of all."""
+    return asked_for(study) or list(MODELS)
 
 
 def if_asked(study, pattern):

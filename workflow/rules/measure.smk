@@ -1,3 +1,4 @@
+# Of two stages: studies, and the gate with what it judges.
 # A rule for what is measured together (`studies.units`), as a rule all of a dtype, with one start of each engine.
 # What was measured before under the same identity is in the store, so that other parameters measure what is new.
 # The longest begins first, as the default run took on two cores: what ends last should not begin last. What the ladder
@@ -60,20 +61,8 @@ for study in (*TOGETHER, BASELINE, MECHANISMS):
         name:
             study
         input:
-            measured_of(study),
+            measured_of(study, wanted_of(study)),
         params:
             cfg=parameters(*KEYS_OF[study]),
         message:
             f"{study}: complete"
-
-
-rule measure:
-    """All measurements that the report and the gate read, but for the ladder."""
-    input:
-        [measured_of(study) for study in (*TOGETHER, BASELINE, MECHANISMS)],
-    params:
-        cfg=parameters(
-            *sorted({key for study in (*TOGETHER, BASELINE, MECHANISMS) for key in KEYS_OF[study]})
-        ),
-    message:
-        "measure: complete"

@@ -3,9 +3,10 @@
     python workflow/scripts/dvc_sync.py           writes dvc.yaml
     python workflow/scripts/dvc_sync.py --check   says whether it would, and what
 
-A stage is a file of workflow/rules. Its `outs`, `metrics` and `plots` are written by hand and checked here:
-each declared one must be made by a rule of that file, and each file a rule makes must be declared, because
-DVC deletes the outs of a stage before it runs and what it does not know would survive with old content.
+A stage is what a person would name. Its `outs`, `metrics` and `plots` are written by hand, and a rule belongs to the
+stage whose outs it makes; the rule that is called like the stage is its target. Each declared out must be made by a
+rule, and each file a rule makes must be declared, because DVC deletes the outs of a stage before it runs and what it
+does not know would survive with old content.
 """
 
 import argparse
@@ -20,7 +21,6 @@ from ruamel.yaml import YAML
 
 DVC_YAML = Path("dvc.yaml")
 PARAMS_YAML = Path("params.yaml")
-HELPERS = {"common"}  # files of workflow/rules that hold no rule
 
 
 class Mismatch(Exception):
@@ -29,9 +29,8 @@ class Mismatch(Exception):
 
 @dataclass
 class Stage:
-    """What the rules of one file make, read and depend on."""
+    """What the rules of a stage make, read and depend on."""
 
-    file: str
     rules: list[str] = field(default_factory=list)
     code: set[str] = field(default_factory=set)
     inputs: set[str] = field(default_factory=set)
@@ -99,14 +98,14 @@ def everything(rule, what, item):
     return getattr(item, "every", item)
 
 
-def read_stages(rules):
-    """The stages by name, in the order of the Snakefile."""
-    stages = {}
+def read_stages(rules, outs):
+    """The stages by name, in the order of dvc.yaml; `outs` are those that it declares, by stage."""
+    stages = {name: Stage() for name in outs}
     for rule in rules:
-        name = Path(rule.snakefile).stem
-        if Path(rule.snakefile).suffix != ".smk" or name in HELPERS:
+        name = stage_of(rule, outs)
+        if name is None:
             continue
-        stage = stages.setdefault(name, Stage(f"workflow/rules/{name}.smk"))
+        stage = stages[name]
         stage.rules.append(rule.name)
         stage.code |= code_records(rule) | {str(record_of(rule.snakefile))}
         stage.inputs |= input_files(rule) - model_files(rule)
@@ -117,6 +116,22 @@ def read_stages(rules):
     for stage in stages.values():
         stage.code |= {str(record_of(sections[key])) for key in stage.params & sections.keys()}
     return stages
+
+
+def stage_of(rule, outs):
+    """The stage whose outs a rule makes; of one that only gathers files the stage of its name, or None."""
+    if not rule.output:
+        return rule.name if rule.name in outs else None
+    found = {str(path): owner(str(path), outs) for path in rule.output}
+    loose = [path for path, own in found.items() if own is None]
+    if loose:
+        raise Mismatch(f"rule {rule.name} makes {loose[0]}; declare it under `outs` of a stage in {DVC_YAML}")
+    names = sorted({stage for stage, _ in found.values()})
+    if len(names) > 1:
+        raise Mismatch(
+            f"rule {rule.name} makes files of the stages {', '.join(names)}; split it, or declare them in one"
+        )
+    return names[0]
 
 
 def section_modules():
@@ -137,6 +152,11 @@ def declared_outs(entry):
     return [next(iter(item)) if isinstance(item, dict) else item for item in items]
 
 
+def outs_of(document):
+    """What each stage of dvc.yaml declares."""
+    return {name: declared_outs(entry) for name, entry in document["stages"].items()}
+
+
 def make_folders(outs):
     """Make those folders of a stage that are not there: nothing in them was asked for, and DVC wants every out."""
     for out in outs:
@@ -153,16 +173,14 @@ def owner(path, outs):
     return None
 
 
-def check_outs(stages, outs):
-    """Refuse an output that is not declared in its own stage, and a declared out that no rule makes."""
+def check_stages(stages, outs):
+    """Refuse a declared out that no rule makes, and a stage without a rule for its target."""
     for name, stage in stages.items():
-        for path in sorted(stage.outputs):
-            found = owner(path, outs)
-            if found is None or found[0] != name:
-                raise Mismatch(f"stage {name} makes {path}; declare it under `outs` of {name} in {DVC_YAML}")
         for out in outs[name]:
             if not any(owner(path, {name: [out]}) for path in stage.outputs):
-                raise Mismatch(f"{DVC_YAML} declares {out} in stage {name}, but no rule of {stage.file} makes it")
+                raise Mismatch(f"{DVC_YAML} declares {out} in stage {name}, but no rule makes it")
+        if name not in stage.rules:
+            raise Mismatch(f"there is no rule {name!r}, which would be the target of its stage")
 
 
 def sources():
@@ -201,15 +219,9 @@ def dependencies(name, stage, outs, tracked, models):
 
 def synced(document, stages, tracked, models):
     """`document` with the derived keys of every stage; what is written by hand stays."""
-    entries = document.setdefault("stages", {})
-    missing, gone = stages.keys() - entries.keys(), entries.keys() - stages.keys()
-    if missing or gone:
-        raise Mismatch(f"stages without rules: {sorted(gone)}; rules without a stage: {sorted(missing)}")
-    outs = {name: declared_outs(entry) for name, entry in entries.items()}
-    check_outs(stages, outs)
+    entries, outs = document["stages"], outs_of(document)
+    check_stages(stages, outs)
     for name, stage in stages.items():
-        if name not in stage.rules:
-            raise Mismatch(f"{stage.file} has no rule {name!r}, which would be the target of its stage")
         derived = {
             "cmd": f"snakemake --nolock --allowed-rules {' '.join(sorted(stage.rules))} -- {name}",
             "deps": dependencies(name, stage, outs, tracked, models),
@@ -241,10 +253,11 @@ def main():
     check = arguments.parse_args().check
     yaml = YAML()
     yaml.indent(mapping=2, sequence=4, offset=2)
-    yaml.width = 200
+    yaml.width = 400
     before = YAML(typ="safe").load(DVC_YAML.read_text())
     try:
-        document = synced(yaml.load(DVC_YAML.read_text()), read_stages(parse_rules()), sources(), model_names())
+        stages = read_stages(parse_rules(), outs_of(before))
+        document = synced(yaml.load(DVC_YAML.read_text()), stages, sources(), model_names())
     except Mismatch as problem:
         sys.exit(f"error: {problem}")
     lines = differences(before, document)

@@ -47,7 +47,7 @@ def test_what_the_default_run_made_is_recorded_and_the_report_runs_nothing(asked
     made = asked.files()
     fates = dict(STAGES.findall(make(asked, "adopt")))
     recorded = {name for name, fate in fates.items() if fate == "recorded"}
-    assert {"components", "archive", "choice", "measure", "ladder", "gate", "gap", "report"} <= recorded
+    assert {"data", "calibration", "studies", "gate", "report"} <= recorded
     said = asked.run("dvc", "repro", "report")
     assert asked.ran() == [] and "Running stage" not in said
     assert made.items() <= asked.files().items()
@@ -61,7 +61,7 @@ def test_what_the_default_run_made_is_recorded_and_the_report_runs_nothing(asked
 
 @pytest.mark.parametrize("asked", [[]], indirect=True, ids=["nothing"])
 def test_dvc_alone_makes_nothing_of_what_nobody_asks_for(asked):
-    asked.run("dvc", "repro", "choice", "ladder")
+    asked.run("dvc", "repro", "studies")
     assert not any(line.startswith("choose ") or "results/ladder/" in line for line in asked.ran())
     assert all(list((asked.root / "results" / name).iterdir()) == [] for name in ("choice", "ladder"))
     assert "choice_layers" in asked.run("snakemake", "--dry-run", "choice")  # typed by hand it is made all the same

@@ -24,7 +24,7 @@ def test_a_clone_restores_the_report_without_running_anything(clone, reproduced)
     clone.run("dvc", "repro", "--pull", "--allow-missing")
     said = clone.run(sys.executable, "workflow/scripts/ci_cached.py", "--require-cached")
     assert clone.ran() == []
-    assert "0 run." in said and all(f"\n  {stage} " in said for stage in ("corpus", "measure", "report"))
+    assert "0 run." in said and all(f"\n  {stage} " in said for stage in ("data", "studies", "report"))
     findings = "results/gap/FINDINGS.md"
     assert clone.files()[findings] == reproduced.files()[findings]
 
@@ -37,13 +37,13 @@ def test_a_comment_does_not_cost_a_clone_its_cached_results(clone):
     (clone.root / "src/kvlab/codecs/block/codec.py").open("a").write("\nNEW = 1\n")
     refused = clone.attempt(sys.executable, "workflow/scripts/ci_cached.py", "--require-cached")
     assert refused.returncode == 1 and clone.ran() == []
-    assert refused.stderr.splitlines()[-1].startswith("error: stage codebooks would have to run: ")
+    assert refused.stderr.splitlines()[-1].startswith("error: stage studies would have to run: ")
 
 
 @pytest.mark.nightly
 def test_a_clone_takes_from_the_run_cache_what_its_lock_does_not_know(clone, reproduced):
     (clone.root / "dvc.lock").unlink()
-    clone.run("dvc", "repro", "--pull", "sigma")
+    clone.run("dvc", "repro", "--pull", "calibration")
     assert clone.ran() == []
     sigma = "calib/sigma/reference/hf.safetensors"
     assert clone.files()[sigma] == reproduced.files()[sigma]

@@ -8,20 +8,7 @@ import re
 import pytest
 import yaml
 
-ALL = (
-    "results/gap/FINDINGS.md",
-    "ladder",
-    "planted",
-    "restore",
-    "policy",
-    "bitplanes",
-    "placement",
-    "capacity",
-    "service",
-    "ranks",
-    "micro",
-    "tradeoffs",
-)
+ALL = ("results/gap/FINDINGS.md", "ladder", "planted", "kvstore", "serving", "tradeoffs")
 CODED = {"codebooks_origin", "residual_engine", "choice_layers", "measure_hf_float32"}
 REPORTED = {"gap_metrics", "gap_verdict", "report_comparison", "report_lead"}
 JUDGED = {"measure_hf_mechanisms", "gate_rows", "gate_report"}
@@ -33,7 +20,7 @@ def planned(lab):
     table = said.rpartition("Job stats:")[2].partition("\n\n")[0]
     assert table or "Nothing to be done" in said, said
     rules = set(re.findall(r"^(\w+) +\d+$", table, re.MULTILINE)) - {"total"}
-    return {rule for rule in rules if rule not in stages(lab) or rule == "corpus"}
+    return rules - stages(lab).keys() - {"ladder"}
 
 
 def stages(lab):
@@ -59,7 +46,7 @@ def test_a_title_reruns_the_report_alone(lab):
     lab.change("params.yaml", "title: ", "title: Once more, ")
     assert planned(lab) == {"report_lead"}
     lab.run("dvc", "repro")
-    assert [line.partition(" ")[0] for line in lab.ran()] == ["compare", "report"]
+    assert [line.partition(" ")[0] for line in lab.ran()] == ["compare", "metrics", "report", "verdict"]
 
 
 @pytest.mark.full
@@ -79,16 +66,16 @@ def test_a_codec_file_reruns_what_uses_it(lab):
     (lab.root / rung).open("a").write("\nNEW = 1\n")
     compared = {"ladder_jobs", "ladder_facts", "restore_job", "restore_page", "tradeoffs_job", "tradeoffs_page"}
     assert planned(lab) == JUDGED | REPORTED | compared
-    assert changed(lab) == depending(lab, rung) == {"ladder", "measure", "restore", "tradeoffs"}
+    assert changed(lab) == depending(lab, rung) == {"studies", "gate", "kvstore", "tradeoffs"}
     (lab.root / block).open("a").write("\nNEW = 1\n")
     assert planned(lab) == CODED | REPORTED | JUDGED | compared | {"planted_report"}
     assert changed(lab) == depending(lab, rung, block)
-    assert not {"corpus", "capture", "sigma", "components", "needles", "report"} & changed(lab)
+    assert not {"data", "calibration", "report"} & changed(lab)
 
 
 @pytest.mark.nightly
 def test_comments_and_times_rerun_nothing(lab):
-    for name in ("src/kvlab/codecs/block/codec.py", "workflow/rules/choice.smk", "params.yaml"):
+    for name in ("src/kvlab/codecs/block/codec.py", "workflow/rules/studies.smk", "params.yaml"):
         (lab.root / name).open("a").write("\n# a comment\n")
     for path in (lab.root / "models").rglob("*.safetensors"):
         path.touch()
@@ -101,5 +88,7 @@ def test_comments_and_times_rerun_nothing(lab):
 
 @pytest.mark.nightly
 def test_a_rule_reruns_its_stage(lab):
-    lab.change("workflow/rules/choice.smk", "mem_mb=8000", "mem_mb=8001")
-    assert changed(lab) == {"choice"}
+    lab.change("workflow/rules/planted.smk", "mem_mb=4000", "mem_mb=4001")
+    assert changed(lab) == {"planted"}
+    lab.change("workflow/rules/measure.smk", "mem_mb=8000", "mem_mb=8001")
+    assert changed(lab) == {"planted", "studies", "gate"}

@@ -32,5 +32,5 @@ def test_a_failed_stage_is_not_recorded_and_the_same_command_goes_on(lab, reprod
     assert (lab.root / "dvc.lock").read_text() == before
     lab.ran()
     lab.run("dvc", "repro")
-    assert [line.partition(" ")[0] for line in lab.ran()] == ["compare", "report"]
+    assert [line.partition(" ")[0] for line in lab.ran()] == ["compare", "metrics", "report", "verdict"]
     assert lab.files().keys() == reproduced.files().keys()
