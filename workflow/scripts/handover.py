@@ -3,170 +3,149 @@
     python workflow/scripts/handover.py adopt [STAGE...]   records what `snakemake` made; `dvc repro` then runs nothing
     python workflow/scripts/handover.py pull [STAGE...]    restores what DVC records; `snakemake` then runs nothing
 
-Neither runs a job. Both tools believe what they are told here: `dvc commit -f` records any file that is there,
-`snakemake --touch` calls any file made with the parameters of now. So everything is checked first, and one
-doubt ends the handover before anything is recorded. docs/pipeline.md says what is refused, and why.
+Neither runs a job. `adopt` is `dvc commit --force`, `pull` is `dvc checkout` or `dvc pull` and `snakemake --touch`. Both
+tools believe what they are told here: the first records any file that is there, the last calls any file made with the
+parameters of now. So everything is checked before, and one doubt ends the handover before anything is recorded.
 """
 
-from __future__ import annotations
-
 import argparse
-import shlex
+import json
+import os
+import subprocess
 import sys
-from collections import Counter
+from dataclasses import dataclass
+from difflib import get_close_matches
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-from both_tools import Refusal, complaint, dvc_status, named, of_stage, plan, read_stages, run, shown
-from dvc_sync import DVC_YAML, make_folders
+from dvc_sync import DVC_YAML, make_folders, outs_of, owner
 from job_records import Records, doubt, note_pulled, read_pulled
 from ruamel.yaml import YAML
 
-LOCK = Path("dvc.lock")
-GONE = {"deleted", "not in cache"}  # what DVC says of an out that only has to be fetched
+BIN, LOCK = Path(sys.executable).parent, Path("dvc.lock")
+TRIGGERS = ("code", "input", "mtime", "params", "software-env")  # also where a profile wants fewer
+ABSENT = ("deleted", "not in cache")  # what DVC says of an out that only has to be fetched
+
+
+class Refusal(Exception):
+    """The handover would record something that is not known to be right; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of dvc.yaml: its outs, and the stages that it reads."""
+
+    name: str
+    outs: tuple[str, ...]
+    upstream: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A file or folder that a job makes, as `snakemake --summary` lists it."""
+
+    path: str
+    rule: str
+    status: str
+    pending: bool
 
 
 # adopt: Snakemake -> DVC
 
 
 def adopt(names):
-    """Record in DVC what Snakemake made; returns a line for each stage."""
+    """Record in DVC what Snakemake made; returns what became of each stage."""
     stages, status = read_stages(), dvc_status()
     wanted = named(names or stages, stages)
     changed = [stage for stage in wanted if stage.name in status]
     made = plan(changed) if changed else []
-    left = {}
-    for stage in () if names else changed:  # each after those that it reads
-        if why := untouched(stage, status, made, left):
-            left[stage.name] = why
-    taken = [stage for stage in changed if stage.name not in left]
+    fates = {stage.name: "up to date" for stage in wanted}
+    for stage in changed:
+        left = None if names else untouched(stage, status[stage.name], of_stage(stage, made))
+        fates[stage.name] = f"left: {left}" if left else "recorded"
+    taken = [stage for stage in changed if fates[stage.name] == "recorded"]
+    check_adoptable(taken, status, made)
     if taken:
-        check_adoptable(taken, stages, status, made)
-        commit(taken)
-    fates = {stage.name: "recorded" for stage in taken} | left
-    return {stage.name: fates.get(stage.name, "up to date") for stage in wanted}
+        for stage in taken:
+            make_folders(stage.outs)
+        tell("dvc", "commit", "--force", *(stage.name for stage in taken))
+    return fates
 
 
-def untouched(stage, status, made, left):
-    """Why an unnamed stage is left alone: no job has made anything of it since DVC's record.
-
-    One of which nothing is asked for is as made as what it reads.
-    """
-    outs, own = status[stage.name].get("changed outs", {}), of_stage(stage, made)
-    if not own and left.keys() & stage.upstream:
-        return "left: nothing of it is asked for"
-    if own and not any(Path(out).exists() for out in stage.outs):
-        return "left: not made"
-    if not outs and any(one.pending for one in own):
-        return "left: as recorded earlier, and Snakemake would make it again"
+def untouched(stage, changes, own):
+    """Why a stage that nobody named is left alone: no job has made anything of it since DVC's record."""
+    if not any(Path(out).exists() for out in stage.outs):
+        return "not made"
+    if "changed outs" not in changes and any(one.pending for one in own):
+        return "as recorded earlier, and Snakemake would make it again"
     return None
 
 
-def check_adoptable(taken, stages, status, made):
+def check_adoptable(taken, status, made):
     """Refuse all if one file of one stage is not known to be what Snakemake would make now."""
     records, pulled = Records(), read_pulled()
     for stage in taken:
         own = of_stage(stage, made)
-        check_done(stage, taken, made, [one for one in stages.values() if one.name not in status])
-        check_upstream(stage, taken, status)
-        check_complete(stage, own, records)
-        check_made(stage, own, records, pulled)
+        check_done(stage, taken, made)
+        for above in stage.upstream:
+            if above in status and above not in [one.name for one in taken]:
+                raise Refusal(f"{stage.name}: it reads {above}, which DVC does not know as it is now; adopt both")
+        if broken := records.incomplete([one.path for one in own]):
+            raise Refusal(f"{stage.name}: the job of {shown(broken)} did not end; run: snakemake -- {stage.name}")
+        doubts = {one.path: (one.rule, why) for one in own if (why := doubt(one.path, records.of(one.path), pulled))}
+        if doubts:
+            (rule, why), again = doubts[min(doubts)], " ".join(sorted({rule for rule, _ in doubts.values()}))
+            mend = f"run: snakemake --forcerun {again} -- {stage.name}"
+            raise Refusal(f"{stage.name}: {shown(doubts)}: {why}; {mend}")
         check_strays(stage, own)
 
 
-def check_done(stage, taken, made, unchanged):
-    """Refuse while Snakemake would make something again: also what `--config` made, whose parameters differ.
-
-    Where it would remake even what DVC calls unchanged, DVC has restored that and Snakemake is to be told first. All
-    stages of which something is missing are named at once.
-    """
+def check_done(stage, taken, made):
+    """Refuse while Snakemake would make something again: also what `--config` made, whose parameters differ."""
     pending = [one for one in made if one.pending]
-    if not of_stage(stage, pending):
-        return
-    restored = [one for one in unchanged if of_stage(one, pending)]
-    first = restored[0] if restored else stage
-    again = min(of_stage(first, pending), key=lambda one: (one.status == "ok", one.path))
-    reason = "what it is made from would be made again" if again.status == "ok" else again.status
-    missing = " ".join(one.name for one in taken if of_stage(one, pending))
-    mend = f"DVC restored it, so run: {make('pull', restored)}" if restored else f"run: snakemake -- {missing}"
-    raise Refusal(f"{first.name}: Snakemake would make {again.path} again ({reason}); {mend}")
-
-
-def check_upstream(stage, taken, status):
-    """Refuse a stage that reads one which DVC would make again."""
-    names = [one.name for one in taken]
-    for above in stage.upstream:
-        if above in status and above not in names:
-            mend = f"run: make adopt STAGE='{' '.join([above, *names])}'"
-            raise Refusal(f"{stage.name}: it reads {above}, which DVC does not know as it is now; {mend}")
-
-
-def check_complete(stage, own, records):
-    """Refuse what a killed job left."""
-    broken = records.incomplete([one.path for one in own])
-    if broken:
-        raise Refusal(f"{stage.name}: the job of {shown(broken)} did not end; run: snakemake -- {stage.name}")
-
-
-def check_made(stage, own, records, pulled):
-    """Refuse files of which it is not known that a job made them, as they are, from what is there."""
-    doubts = {one: why for one in own if (why := doubt(one.path, records.of(one.path), pulled))}
-    if not doubts:
-        return
-    first = min(doubts, key=lambda one: one.path)
-    again = {first.path} if len(doubts) == 1 else {one.rule for one in doubts}
-    mend = f"run: snakemake --forcerun {shlex.join(sorted(again))} -- {stage.name}"
-    raise Refusal(f"{stage.name}: {shown(one.path for one in doubts)}: {doubts[first]}; {mend}")
+    if own := of_stage(stage, pending):
+        again = min(own, key=lambda one: (one.status == "ok", one.path))
+        reason = "what it is made from would be made again" if again.status == "ok" else again.status
+        missing = " ".join(one.name for one in taken if of_stage(one, pending))
+        mend = f"run: snakemake -- {missing}; or make pull, if DVC restored what it reads"
+        raise Refusal(f"{stage.name}: Snakemake would make {again.path} again ({reason}); {mend}")
 
 
 def check_strays(stage, own):
     """Refuse files that no job makes: DVC records folders whole, with what older parameters left there."""
     known = {Path(one.path) for one in own}
     files = [path for out in stage.outs for path in Path(out).rglob("*") if not path.is_dir()]
-    loose = [str(path) for path in files if not known & {path, *path.parents}]
-    ignored = run("dvc", "check-ignore", *loose).stdout.splitlines() if loose else []
-    strays = sorted(set(loose) - set(ignored))
-    if strays:
-        kept = {folder for path in [*known, *map(Path, stage.outs)] for folder in path.parents}
-        whole = sorted({largest(Path(path), kept) for path in strays})
-        raise Refusal(f"{stage.name}: no job makes {shown(strays)}; run: rm -r {shlex.join(whole)}")
-
-
-def largest(path, kept):
-    """The outermost folder around a file that holds nothing to keep, or the file itself."""
-    return next(str(part) for part in [*reversed(path.parents), path] if part not in kept)
-
-
-def commit(taken):
-    """Let DVC record stages as they are."""
-    for stage in taken:
-        make_folders(stage.outs)
-    done = run("dvc", "commit", "--force", *(stage.name for stage in taken))
-    if done.returncode:
-        raise Refusal(f"dvc commit: {complaint(done)}")
+    loose = {str(path) for path in files if not known & {path, *path.parents}}
+    if loose:
+        loose -= set(run("dvc", "check-ignore", *loose).stdout.splitlines())
+    if loose:
+        raise Refusal(f"{stage.name}: no job makes {shown(loose)}; remove what is left of an earlier run")
 
 
 # pull: DVC -> Snakemake
 
 
 def pull(names):
-    """Restore what DVC records and make it known to Snakemake; returns a line for each stage."""
-    stages, status = read_stages(), dvc_status()
+    """Restore what DVC records and make it known to Snakemake; returns what became of each stage."""
+    stages = read_stages()
     recorded = YAML(typ="safe").load(LOCK.read_text())["stages"] if LOCK.exists() else {}
-    wanted = named(names or [name for name in stages if name in recorded], stages)
-    needed = with_upstream(wanted, stages)
+    needed = with_upstream(named(names or [name for name in stages if name in recorded], stages), stages)
     for stage in needed:
         if stage.name not in recorded:
             raise Refusal(f"{stage.name}: {LOCK} has no record of it; run: dvc repro {stage.name}")
-    check_clean(needed, status)
-    missing = [stage for stage in needed if stage.name in status]
-    if missing:
-        said = fetch(missing)
-        check_clean(needed, dvc_status(), said)
-    if needed:
-        touch(needed)
-    fates = {stage.name: "known to Snakemake" for stage in needed}
-    fates |= {stage.name: "restored and known to Snakemake" for stage in missing}
-    return fates | {name: "left: no record" for name in stages if not names and name not in recorded}
+    check_clean(needed, kinds={"changed outs"}, but=ABSENT)
+    targets = [stage.name for stage in needed]
+    if targets:
+        if run("dvc", "checkout", *targets).returncode:
+            tell("dvc", "pull", *targets)
+        check_clean(needed)
+        tell("snakemake", "--touch", "--forceall", "--quiet", "all", "--", *targets)
+        made = plan(needed)
+        if again := [one.path for one in made if one.pending]:
+            raise Refusal(f"Snakemake would still make {shown(again)}; the rules and {DVC_YAML} differ; run: make sync")
+        note_pulled(made, Records())
+    left = {name: "left: no record" for name in stages if not names and name not in recorded}
+    return dict.fromkeys(targets, "known to Snakemake") | left
 
 
 def with_upstream(wanted, stages):
@@ -179,28 +158,16 @@ def with_upstream(wanted, stages):
     return [stages[name] for name in stages if name in found]
 
 
-def check_clean(needed, status, fetched=None):
-    """Refuse what is not as DVC records it; what is only missing passes as long as nothing was `fetched`."""
+def check_clean(needed, kinds=None, but=()):
+    """Refuse a stage that is not as DVC records it: in anything, or in some `kinds`, `but` for some changes."""
+    status = dvc_status()
     for stage in needed:
-        changes = status.get(stage.name, {})
-        for out, change in changes.get("changed outs", {}).items():
-            if change not in GONE:
-                mend = f"run: dvc checkout {stage.name}, which brings the record back, or {make('adopt', [stage])}"
-                raise Refusal(f"{stage.name}: {out} is not what {LOCK} records ({change}); {mend}")
-            if fetched is not None:
-                raise Refusal(f"{stage.name}: DVC cannot restore {out} ({fetched}); run: dvc repro {stage.name}")
-        theirs = {out: out for above in stage.upstream for out in outs_of(needed, above)}
-        deps = changes.get("changed deps", {})
-        changed = {path: what for path, what in deps.items() if not (path in theirs and what in GONE)}
-        if changed or "changed command" in changes:
-            what = "; ".join(f"{path}: {words(change)}" for path, change in changed.items()) or "its command"
-            mend = f"run: {make('adopt', [stage])} if Snakemake made it so, else dvc repro {stage.name}"
-            raise Refusal(f"{stage.name}: {LOCK} is of another state ({what}); {mend}")
-
-
-def outs_of(stages, name):
-    """The outs of a stage among some."""
-    return next((stage.outs for stage in stages if stage.name == name), ())
+        for kind, changes in status.get(stage.name, {}).items():
+            found = {path: change for path, change in changes.items() if change not in but}
+            if (kinds is None or kind in kinds) and (found or not changes):
+                what = "; ".join(f"{path}: {words(change)}" for path, change in found.items()) or kind
+                mend = f"run: make adopt STAGE={stage.name} if Snakemake made it so, else dvc repro {stage.name}"
+                raise Refusal(f"{stage.name}: {LOCK} is of another state ({what}); {mend}")
 
 
 def words(change):
@@ -208,30 +175,76 @@ def words(change):
     return change if isinstance(change, str) else ", ".join(f"{key} {word}" for key, word in change.items())
 
 
-def fetch(missing):
-    """Restore outs from the cache, and what is not there from the remote; returns what DVC complains of."""
-    names = [stage.name for stage in missing]
-    done = run("dvc", "checkout", *names)
-    if done.returncode and run("dvc", "remote", "list").stdout.strip():
-        done = run("dvc", "pull", *names)
-    return complaint(done) if done.returncode else ""
+# Both tools, asked from outside
 
 
-def touch(needed):
-    """Let Snakemake record stages as made now, and see that it has nothing to do for them."""
-    done = run("snakemake", "--touch", "--forceall", "--quiet", "all", "--", *(stage.name for stage in needed))
+def run(tool, *arguments):
+    """Run a tool of this environment and keep what it says."""
+    return subprocess.run([BIN / tool, *arguments], capture_output=True, text=True)
+
+
+def tell(tool, *arguments):
+    """The same, and it must succeed; returns what it printed."""
+    done = run(tool, *arguments)
     if done.returncode:
-        raise Refusal(f"snakemake --touch: {complaint(done)}")
-    made = plan(needed)
-    again = [one.path for one in made if one.pending]
-    if again:
-        raise Refusal(f"Snakemake would still make {shown(again)}; the rules and {DVC_YAML} differ; run: make sync")
-    note_pulled(made, Records())
+        said = done.stdout + done.stderr
+        _, error, paragraph = said.partition("ERROR: ")  # DVC's; Snakemake's is the last line
+        line = paragraph.partition("\n\n")[0] if error else said.strip().rpartition("\n")[2].removeprefix("error: ")
+        raise Refusal(f"{tool} {arguments[0]}: {' '.join(line.split()) or f'exit code {done.returncode}'}")
+    return done.stdout
 
 
-def make(verb, stages):
-    """The command that a person types."""
-    return f"make {verb} STAGE='{' '.join(stage.name for stage in stages)}'"
+def read_stages():
+    """The stages of dvc.yaml by name, each after the stages that it reads."""
+    if not DVC_YAML.exists():
+        raise Refusal(f"there is no {DVC_YAML} here; go to the root of the repository")
+    document = YAML(typ="safe").load(DVC_YAML.read_text())
+    outs = outs_of(document)
+    upstream = {
+        name: sorted({found[0] for dep in entry.get("deps", []) if (found := owner(dep, outs))})
+        for name, entry in document["stages"].items()
+    }
+    order = TopologicalSorter(upstream).static_order()
+    return {name: Stage(name, tuple(outs[name]), tuple(upstream[name])) for name in order}
+
+
+def named(names, stages):
+    """The stages that were named; an unknown one is refused with the nearest."""
+    for name in names:
+        if name not in stages:
+            near = get_close_matches(name, stages, 1, 0) or [""]
+            raise Refusal(f"{name!r} is no stage of {DVC_YAML}; did you mean {near[0]!r}?")
+    return [stages[name] for name in stages if name in names]
+
+
+def dvc_status():
+    """What is not as dvc.lock records it: {stage: {kind of change: {path: change}}}."""
+    changes = {}
+    for stage, entries in json.loads(tell("dvc", "status", "--json")).items():
+        kinds = [{entry: {}} if isinstance(entry, str) else entry for entry in entries]
+        changes[stage] = {kind: paths for entry in kinds for kind, paths in entry.items()}
+    return changes
+
+
+def plan(stages):
+    """What the jobs of these stages make, and whether Snakemake would make it again; runs nothing."""
+    triggers = ["--rerun-incomplete", "--rerun-triggers", *TRIGGERS]
+    said = tell("snakemake", "--summary", *triggers, "--", *(stage.name for stage in stages))
+    lines = [line.split("\t") for line in said.splitlines()]
+    start = next(number for number, line in enumerate(lines) if line[0] == "output_file")
+    rows = [dict(zip(lines[start], line, strict=True)) for line in lines[start + 1 :]]
+    return [Made(row["output_file"], row["rule"], row["status"], row["plan"] != "no update") for row in rows]
+
+
+def of_stage(stage, made):
+    """Those that a stage declares."""
+    return [one for one in made if owner(one.path, {stage.name: stage.outs})]
+
+
+def shown(paths):
+    """The first of some paths, and how many more there are."""
+    first, *others = sorted(paths)
+    return f"{first} (and {len(others)} more)" if others else first
 
 
 def main():
@@ -246,16 +259,6 @@ def main():
         raise SystemExit(2) from None
     for name, fate in fates.items():
         print(f"{name:<{max(map(len, fates))}}  {fate}")
-    print(summary(given.verb, list(fates.values())))
-
-
-def summary(verb, fates):
-    """How many stages went which way, and what follows."""
-    counts = Counter(fate.partition(":")[0] for fate in fates)
-    text = ", ".join(f"{count} {fate}" for fate, count in counts.items()) or "no stage"
-    if verb == "pull":
-        return f"{text}; snakemake has nothing to do for what is known to it"
-    return f"{text}; commit {LOCK} to git" if "recorded" in counts else text
 
 
 if __name__ == "__main__":
