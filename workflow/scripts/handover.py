@@ -3,14 +3,13 @@
     python workflow/scripts/handover.py adopt [STAGE...]   records what `snakemake` made; `dvc repro` then runs nothing
     python workflow/scripts/handover.py pull [STAGE...]    restores what DVC records; `snakemake` then runs nothing
 
-Neither runs a job. `adopt` is `dvc commit --force`, `pull` is `dvc checkout` or `dvc pull` and `snakemake --touch`. Both
-tools believe what they are told here: the first records any file that is there, the last calls any file made with the
-parameters of now. So everything is checked before, and one doubt ends the handover before anything is recorded.
+Neither runs a job. `adopt` is `dvc commit --force`; `pull` is `dvc checkout` or `dvc pull`, then `snakemake --touch`.
+Both tools believe what they are told here: the first records any file that is there, the last calls any file made with
+the parameters of now. So everything is checked before, and one doubt ends the handover before anything is recorded.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -94,9 +93,9 @@ def check_adoptable(taken, status, made):
             raise Refusal(f"{stage.name}: the job of {shown(broken)} did not end; run: snakemake -- {stage.name}")
         doubts = {one.path: (one.rule, why) for one in own if (why := doubt(one.path, records.of(one.path), pulled))}
         if doubts:
-            (rule, why), again = doubts[min(doubts)], " ".join(sorted({rule for rule, _ in doubts.values()}))
-            mend = f"run: snakemake --forcerun {again} -- {stage.name}"
-            raise Refusal(f"{stage.name}: {shown(doubts)}: {why}; {mend}")
+            again = " ".join(sorted({rule for rule, _ in doubts.values()}))
+            said = f"{stage.name}: {shown(doubts)}: {doubts[min(doubts)][1]}"
+            raise Refusal(f"{said}; run: snakemake --forcerun {again} -- {stage.name}")
         check_strays(stage, own)
 
 
