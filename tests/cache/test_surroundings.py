@@ -46,6 +46,8 @@ KEPT = {
     "spreading": lambda: spreading(24),
     "table_of": lambda: kvquant.table_of(tuple(i / 64 for i in range(64)), 3),
 }
+FULL = pytest.mark.full
+COSTLY = ("threads on one model, texts of different lengths", "`torch.compile(model)`, graphs broken at the cache")
 TENSORS = ("Tensor", "Grid")  # what a kept table is annotated with
 SURROUNDINGS = {
     "autocast": surroundings.autocast,
@@ -69,7 +71,7 @@ def quiet():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=FULL) if name in COSTLY else name for name in CASES])
 def test_a_case_ends_as_the_table_says(name):
     assert {codec: surroundings.ended(name, codec) for codec in CODECS} == {
         codec: CASES[name].ends(codec) for codec in CODECS

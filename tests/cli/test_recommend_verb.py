@@ -127,6 +127,7 @@ def test_ones_own_codecs_are_candidates_where_an_engine_takes_them(own, found):
     assert on_cuda["klt-4"] == ["transformers"]  # the loops of vLLM's pages are for CPUs
 
 
+@pytest.mark.full
 def test_the_line_of_ones_own_codec_fits_what_was_measured(own, run, tmp_path, monkeypatch):
     line = line_of(own[0], "transformers")
     assert line["chosen"]["format"].startswith("klt") and line["paste"] in own[1] and line["table_bytes"] > 0
@@ -251,7 +252,9 @@ def test_check_needs_no_text(tiny_model, run):
     assert code == 0 and "docstrings" in said, err
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("llama", "qwen3", "mistral"))]
+)
 def test_a_model_of_ones_own_works_as_typed(kind, text, run, tmp_path):
     model = tiny.write_model(tmp_path / kind, kind)
     code, said, err = run("recommend", model, "--text", text, *SMALL, "--windows", 4, "--engine", "transformers")

@@ -497,6 +497,7 @@ def masked(text: str) -> str:
     return re.sub(r"\b[0-9a-f]{64}\b|\d+ bytes|[\d.]+ ms|(?m:^answer: .*$)", "…", text)
 
 
+@pytest.mark.full
 def test_the_example_of_the_documentation_runs_as_it_stands_there(run, root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").symlink_to(root / "models")

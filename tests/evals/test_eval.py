@@ -78,7 +78,9 @@ def answers(task: str) -> list[list]:
 # ------------------------------------------------------------------------------------ what is found
 
 
-@pytest.mark.parametrize(("task", "key"), [("toy_written", "exact_match"), ("toy_chosen", "acc")])
+@pytest.mark.parametrize(
+    ("task", "key"), [pytest.param("toy_written", "exact_match", marks=pytest.mark.full), ("toy_chosen", "acc")]
+)
 def test_both_sides_answer_the_same_items_and_the_gate_reads_what_comes_of_it(here, task, key):
     code, out, err = here(asked(task))
     assert code == 0, err
@@ -275,6 +277,7 @@ def masked(text: str) -> str:
     return re.sub(r"[+-]?\b[0-9a-f.]*\d[0-9a-f.]*\b", "N", text)
 
 
+@pytest.mark.full
 def test_the_example_of_the_documentation_runs_as_it_stands_there(here, root):
     ran = 0
     for block in blocks(root / "docs/eval.md"):

@@ -35,7 +35,10 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(KINDS))
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", *(pytest.param(kind, marks=pytest.mark.full) for kind in sorted(KINDS) if kind != "qwen3")],
+)
 def mine(request, tmp_path_factory):
     """A folder with a model of one architecture and two texts."""
     folder = tmp_path_factory.mktemp(request.param)

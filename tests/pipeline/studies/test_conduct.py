@@ -20,6 +20,8 @@ from kvlab_pipeline.studies.restore.runner import PagedAttempt, conduct, flipped
 from kvstore.snapshot import making
 from refusals import refused
 
+pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
+
 PROMPT = [*making.tokens(24), 1, 2, 3]
 ANSWER = (8, 9)
 

@@ -23,6 +23,8 @@ from kvlab_pipeline.studies.record import read_record
 from refusals import refused
 from tiers import examples
 
+pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
+
 LIMIT = 1e-3
 
 

@@ -21,6 +21,8 @@ from kvlab_pipeline.studies.policy.record import FORESIGHT, NeedleResult
 from kvlab_pipeline.studies.record import read_record
 from refusals import refused
 
+pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
+
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")
 
 

@@ -20,6 +20,8 @@ from kvlab_pipeline.studies.restore.stored import RAW, common
 from kvlab_pipeline.studies.restore.tables import tables
 from refusals import refused
 
+pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
+
 SMALL = RestoreSettings(
     prompts=2,
     prompt_tokens=96,
@@ -51,7 +53,6 @@ def record(written) -> RestoreRecord:
     return read_record(written, RestoreRecord, "restore")
 
 
-@pytest.mark.full
 def test_what_is_identical_is_found_identical_in_both_processes_and_both_dtypes(record):
     assert [(one.dtype, one.process) for one in record.agreements] == [
         ("float32", "this"),

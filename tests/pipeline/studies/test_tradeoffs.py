@@ -18,6 +18,8 @@ from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
 from refusals import refused
 from text.test_needles import with_changes
 
+pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
+
 SHAPE = CacheShape(layers=3, kv_heads=2, head_dim=32, context=64)
 FAMILIES = {"codec", "eviction", "latent", "latent x codec", "sparse reading", "codec x sparse reading"}
 

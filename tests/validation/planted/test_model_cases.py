@@ -11,7 +11,7 @@ from refusals import refused
 from validation.planted import identity, noise, rescaling, shim
 from validation.planted.claims import recover
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 BOOT = Bootstrap(500, 0.95, 0)
 
 

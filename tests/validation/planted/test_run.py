@@ -7,7 +7,7 @@ from refusals import refused
 from validation.planted import coverage, noise, relabelled
 from validation.planted.run import planted
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 
 @pytest.fixture
@@ -22,7 +22,6 @@ def little(monkeypatch, tiny_params, tiny_windows, hf_engine):
     return lambda out: planted(one, tiny_windows, out, repeats=20)
 
 
-@pytest.mark.full
 def test_report_and_values_are_written_and_the_same_twice(little, tmp_path):
     little(tmp_path / "a"), little(tmp_path / "b")
     data = json.loads((tmp_path / "a" / "planted.json").read_text())
@@ -51,7 +50,6 @@ def test_a_wrong_planted_value_fails_and_is_shown(little, tmp_path, monkeypatch)
     assert not json.loads((tmp_path / "planted.json").read_text())["holds"]
 
 
-@pytest.mark.full
 def test_exchanged_labels_that_nobody_notices_fail_and_are_shown(little, tmp_path, monkeypatch):
     monkeypatch.setattr(relabelled, "relabelled", lambda cell, factor, levels: cell)
     with refused(Fault, "fault.not-recovered", "labels of 'dtype'"):
@@ -59,7 +57,6 @@ def test_exchanged_labels_that_nobody_notices_fail_and_are_shown(little, tmp_pat
     assert "**read**" in (tmp_path / "REPORT.md").read_text()
 
 
-@pytest.mark.full
 def test_coverage_out_of_the_band_fails_and_is_shown(little, tmp_path, monkeypatch):
     monkeypatch.setattr(coverage, "BAND", (0.999, 1.0))
     with refused(Fault, "fault.not-recovered", "mean KL ("):
