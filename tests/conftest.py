@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tiers import COMPILED, FIRST, FULL, tier
+from tiers import COMPILED, FIRST, FULL, LATER, NEITHER, tier
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
@@ -21,10 +21,11 @@ settings.load_profile(FIRST)  # unless --hypothesis-profile names the other
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of the second tier only its files are read: to import all of them takes each process half a minute."""
-    if config.option.markexpr == FULL and collection_path.suffix == ".py":
-        return f"mark.{FULL}" not in collection_path.read_text() or None
-    return None
+    """Files without a test of the tier are not read: to import all of them takes each process half a minute."""
+    if collection_path.suffix != ".py" or config.option.markexpr not in (FULL, NEITHER):
+        return None
+    text = collection_path.read_text()
+    return (f"mark.{FULL}" not in text if config.option.markexpr == FULL else bool(LATER.search(text))) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tiers import FIRST, FULL, NIGHTLY, tier
+from tiers import FIRST, FULL, LATER, NEITHER, NIGHTLY, tier
 
 TARGETS = {FIRST: "test", FULL: "test-rest", NIGHTLY: "test-nightly"}
 OF_PYTEST = {"parametrize", "skipif", "skip", "xfail", "filterwarnings", "usefixtures", "timeout"}
@@ -40,6 +40,13 @@ def test_a_property_has_all_its_examples_in_the_third_tier_too(selected, root, m
     assert {name for name, expression in selected.items() if takes(expression, having)} == {tier(having), NIGHTLY}
     profiles = re.findall(r"--hypothesis-profile=(\w+)", (root / "Makefile").read_text())
     assert profiles == [NIGHTLY]
+
+
+def test_the_first_tier_leaves_out_files_whose_every_test_is_in_another(selected):
+    assert selected[FIRST] == NEITHER
+    assert LATER.search("import a\n\npytestmark = [pytest.mark.engine, pytest.mark.full]\n")
+    assert LATER.search("pytestmark = pytest.mark.nightly\n")
+    assert not LATER.search("pytestmark = pytest.mark.engine\n\n\n@pytest.mark.full\ndef test_one():\n    pass\n")
 
 
 def test_two_tiers_are_none():

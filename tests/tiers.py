@@ -15,11 +15,14 @@ fifth of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 
 from hypothesis import settings
 
 FULL, NIGHTLY = "full", "nightly"  # marks; a test with neither is in the first tier
+NEITHER = f"not {FULL} and not {NIGHTLY}"  # how `make test` asks for the first tier
+LATER = re.compile(rf"^pytestmark = .*mark\.({FULL}|{NIGHTLY})", re.MULTILINE)  # in a file all of which is in another
 FIRST = "first"  # with `NIGHTLY` also the names of the profiles of hypothesis
 SHARE = {FIRST: 20, NIGHTLY: 100}  # per cent of the examples, and the examples of a property that asks for none
 COMPILED = "KVLAB_TEST_COMPILED"  # set for tests of compiled loops, which run in a process of their own

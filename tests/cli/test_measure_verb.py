@@ -140,6 +140,7 @@ def test_a_folder_may_be_the_one_that_one_stands_in(run, tiny_model, texts, monk
     assert "kivi" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_stored_calibration_gives_what_a_fresh_one_does(run, texts, calibrated, tmp_path):
     stored, fresh = tmp_path / "stored.json", tmp_path / "fresh.json"
     code, said, err = run("--bits", 2, 4, "--calibration", calibrated, "--json", stored)
@@ -204,6 +205,7 @@ def test_wush_reads_a_calibration_and_runs_in_a_cache(run, texts, tmp_path, tiny
     assert torch.equal(codecs[0].decode(encoded), codecs[1].decode(encoded))
 
 
+@pytest.mark.full
 def test_rivals_that_see_all_layers_are_measured_beside_archive(run, texts, tiny_model, tmp_path):
     out, stored = tmp_path / "found.json", tmp_path / "aquakv.kv"
     words = ("--codec", "aquakv-sink4", "kvtc-sink4", "oscar-paper", "--against", "archive", "--bits", 3)

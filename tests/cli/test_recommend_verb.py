@@ -23,6 +23,8 @@ from kvlab.cli import recommending
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import resolve_folder
 
+pytestmark = pytest.mark.full  # code that the chain does not run
+
 SMALL = ("--context", 64, "--eval", 32, "--no-witness")
 PLANTED = 1  # the layer whose keys have a channel that no grid bears
 
@@ -127,7 +129,6 @@ def test_ones_own_codecs_are_candidates_where_an_engine_takes_them(own, found):
     assert on_cuda["klt-4"] == ["transformers"]  # the loops of vLLM's pages are for CPUs
 
 
-@pytest.mark.full
 def test_the_line_of_ones_own_codec_fits_what_was_measured(own, run, tmp_path, monkeypatch):
     line = line_of(own[0], "transformers")
     assert line["chosen"]["format"].startswith("klt") and line["paste"] in own[1] and line["table_bytes"] > 0
@@ -252,9 +253,7 @@ def test_check_needs_no_text(tiny_model, run):
     assert code == 0 and "docstrings" in said, err
 
 
-@pytest.mark.parametrize(
-    "kind", ["gemma3", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("llama", "qwen3", "mistral"))]
-)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3"])
 def test_a_model_of_ones_own_works_as_typed(kind, text, run, tmp_path):
     model = tiny.write_model(tmp_path / kind, kind)
     code, said, err = run("recommend", model, "--text", text, *SMALL, "--windows", 4, "--engine", "transformers")

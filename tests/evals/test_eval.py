@@ -78,9 +78,8 @@ def answers(task: str) -> list[list]:
 # ------------------------------------------------------------------------------------ what is found
 
 
-@pytest.mark.parametrize(
-    ("task", "key"), [pytest.param("toy_written", "exact_match", marks=pytest.mark.full), ("toy_chosen", "acc")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("task", "key"), [("toy_written", "exact_match"), ("toy_chosen", "acc")])
 def test_both_sides_answer_the_same_items_and_the_gate_reads_what_comes_of_it(here, task, key):
     code, out, err = here(asked(task))
     assert code == 0, err
@@ -105,6 +104,7 @@ def test_both_sides_answer_the_same_items_and_the_gate_reads_what_comes_of_it(he
     assert claim["status"] in ("completed", "pending", "failed")
 
 
+@pytest.mark.full
 def test_one_task_is_not_all_that_is_to_be_shown_and_a_recipe_file_does_as_flags_do(here):
     recipe = write_recipe_file("recipe.json", Recipe(k=IntStream(bits=8), v=IntStream(bits=8)))
     code, _, err = here(asked("toy_chosen", done=f"--recipe {recipe}", more="--limit 12"))
@@ -115,6 +115,7 @@ def test_one_task_is_not_all_that_is_to_be_shown_and_a_recipe_file_does_as_flags
     assert out.startswith("fail: 1 rows") and out.count("evidence_incomplete") == 2 and "quality" not in out
 
 
+@pytest.mark.full
 def test_the_same_question_asked_again_gets_the_same_evidence(here):
     here(asked("toy_chosen", more="--limit 4"))
     first = written("evidence")

@@ -24,6 +24,8 @@ from kvlab.gate.evidence.faults import UNWITNESSED
 from kvlab.gate.reasons import REASONS
 from kvlab.gate.rules import FALSEHOODS
 
+pytestmark = pytest.mark.full  # lm-eval, which the chain does not run
+
 FP8 = "kv_quantization/fp8_e4m3"
 RESULTS = f"results_{DATES['coded']}.json"
 

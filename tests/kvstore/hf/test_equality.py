@@ -18,6 +18,8 @@ from kvlab.kvstore.snapshot import read
 from kvstore.hf.prompts import POLICIES, prompt, run_after, same_chunks
 from tiers import examples
 
+pytestmark = pytest.mark.full  # snapshots, which FINDINGS.md does not need
+
 policies = st.sampled_from(POLICIES)
 selections = st.sampled_from([5, 8, 16, 24, 64])
 

@@ -12,6 +12,8 @@ from kvlab.kvstore.paging.residency import build
 from kvstore.hf.prompts import POLICIES, prompt, run_after, same_chunks
 from refusals import refused
 
+pytestmark = pytest.mark.full  # snapshots, which FINDINGS.md does not need
+
 
 def test_decoding_writes_what_the_model_writes(model, roomy):
     tokens = prompt(50)

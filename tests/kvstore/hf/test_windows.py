@@ -17,7 +17,7 @@ from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvstore import archiving
 from kvstore.hf.prompts import prompt, run_after
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]  # snapshots, which FINDINGS.md does not need
 OLD = prompt(96)
 NEW = OLD + prompt(20, 3)
 
