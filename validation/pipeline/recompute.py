@@ -18,12 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import outcome
 import polars as pl
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "workflow" / "scripts"))
-
-import outcome  # noqa: E402
 
 ANY = "results/*/*/*.parquet"
 SHOWN = 3  # rows of a difference that are printed
