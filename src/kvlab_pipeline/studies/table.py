@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import Fault
 from kvlab.output import format as fmt
-from kvlab.stats.bootstrap import Estimate
-
-
-class EstimateRecord(Frozen):
-    """An `Estimate` as a record keeps it: the value, its two-sided interval, and over how many windows or items."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-    method: str
-
-    @classmethod
-    def of(cls, estimate: Estimate, lowest: float = -math.inf, highest: float = math.inf) -> EstimateRecord:
-        """The same, its interval cut to what the quantity can be."""
-        cut = estimate.within(lowest, highest)
-        return cls(value=cut.value, low=cut.low, high=cut.high, n=cut.n_windows, method=cut.method)
 
 
 @dataclass(frozen=True)
@@ -60,13 +41,6 @@ class Table:
                 f"a row of {self.title!r} has {len(wrong[0])} cells under {len(self.header)} headings: {wrong}",
                 code="fault.ragged-table",
             )
-
-
-def estimate(given: EstimateRecord | None, scale: float = 1.0, signed: bool = False) -> str:
-    """An interval as ``value [low, high]``, see `pages.format.estimate`; None as a dash."""
-    if given is None:
-        return fmt.DASH
-    return fmt.estimate(given.model_dump(), scale, signed=signed)
 
 
 def spread(values: Sequence[float], digits: int = 3) -> tuple[str, str, str]:

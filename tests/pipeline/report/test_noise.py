@@ -220,7 +220,7 @@ def test_roundings_off_the_curve_are_told(params, closing, expected):
     ],
 )
 def test_readings(ends, expected):
-    assert reading(Estimate(sum(ends) / 2, *ends, 12, 12, 0.1, "bca")) == expected
+    assert reading(Estimate(sum(ends) / 2, *ends, 12, 12, "bca")) == expected
 
 
 def test_the_share_of_an_engines_own_run(params, results):

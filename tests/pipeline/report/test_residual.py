@@ -175,7 +175,7 @@ def test_rank_spread_by_hand():
 
 
 def page(made: dict | None, withheld: str | None = None) -> str:
-    context = tables.context(made, 0.95, METHODS)
+    context = tables.context(made, "hf", 0.95, METHODS)
     links = dict.fromkeys(FIGURES)
     return render("residual.md.j2", residual=context, withheld=withheld, alpha="0.05", figures=links, claims={})
 
@@ -334,7 +334,7 @@ def test_nothing_in_the_section_is_typed():
     for seed in range(24):
         make = Maker(seed)
         ratios = tuple(round(make.random.uniform(0.5, 0.999), 4) for _ in range(2))
-        context = tables.context(residual_part(make, ratios, ("hf", "vllm")), make.confidence, METHODS)
+        context = tables.context(residual_part(make, ratios, ("hf", "vllm")), "hf", make.confidence, METHODS)
         alpha = str(round(1 - make.confidence, 9))
         shared = {"withheld": None, "figures": dict.fromkeys(FIGURES), "claims": {}}
         text = render("residual.md.j2", residual=context, alpha=alpha, **shared)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvlab.core.errors import Fault
+from kvlab.output.format import estimate
 from kvlab.stats.bootstrap import Estimate
-from kvlab_pipeline.studies.table import EstimateRecord, Table, estimate, spread
+from kvlab_pipeline.studies.table import Table, spread
 from refusals import refused
 
 
@@ -19,8 +20,8 @@ def test_what_is_not_there_is_a_dash():
 
 
 def test_an_interval_ends_where_the_quantity_does():
-    found = EstimateRecord.of(Estimate(0.95, 0.8, 1.1, 12, 99, 0.15, "bca"), 0.0, 1.0)
-    assert (found.value, found.low, found.high, found.n, found.method) == (0.95, 0.8, 1.0, 12, "bca")
+    found = Estimate(0.95, 0.8, 1.1, 12, 99, "bca").within(0.0, 1.0)
+    assert (found.value, found.low, found.high) == (0.95, 0.8, 1.0)
     assert estimate(found, 100) == "95 [80, 100]"
     assert estimate(found, signed=True) == "+0.95 [+0.80, +1.00]"
 

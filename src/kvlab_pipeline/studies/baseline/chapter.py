@@ -2,101 +2,88 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import get_args
 
 import polars as pl
-from pydantic import Field
 
-from kvlab.core.recipe import Attention, DType, Engine, Protocol
 from kvlab.stats.equivalence import State
 from kvlab_pipeline.rendering import marks
 from kvlab_pipeline.rendering.figure import Figure
 from kvlab_pipeline.rendering.parts import KL_UNIT
-from kvlab_pipeline.studies.baseline.numbers import agreement_entry, baseline_entry, floor_entry, peer_entries
+from kvlab_pipeline.studies.baseline.numbers import agreement_entry, baseline_entry, floor_entries, peer_entries
 from kvlab_pipeline.studies.baseline.tables import context
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
+from kvlab_pipeline.studies.tidy import (
+    COUNT,
+    NATS,
+    RATIO,
+    SHARE,
+    WINDOWS,
+    By,
+    Compared,
+    Estimand,
+    Level,
+    Sentences,
+    Several,
+    Single,
+    VerdictField,
+)
 
-# Parts of ``metrics.json`` on engines without a codec: floor, baseline, baseline_peers and agreement.
+# How far a run without a codec is from what it is compared with, on the same tokens.
+DISTANCE = {"kl": Estimand(NATS), "ppl_ratio": Estimand(RATIO), "top1_agreement": Estimand(SHARE)}
+FLOOR = Several(
+    {
+        "engine": Level(),
+        "run": Level("rerun: once more; identity_PROTOCOL: with a codec that changes nothing"),
+        "kl": Estimand(NATS, "of the engine to itself"),
+    }
+)
+# An engine as it is, against the float32 truth (transformers with sdpa attention).
+BASELINE = Several({"run": Level(), "engine": Level(), "dtype": Level(), "attention": Level()} | DISTANCE)
+# An engine as it is, against the other engine in the same dtype.
+PEERS = Several({"run": Level(), "against": Level(), "dtype": Level()} | DISTANCE)
 
-
-class Distance(Entry):
-    """How far a run without a codec is from what it is compared with, on the same tokens."""
-
-    run: str
-    dtype: DType
-    kl: Interval
-    """Nats per token."""
-    ppl_ratio: Interval
-    top1_agreement: Interval
-
-
-class BaselineEntry(Distance):
-    """An engine as it is, against the float32 truth (transformers with sdpa attention)."""
-
-    engine: Engine
-    attention: Attention
-
-
-class PeerEntry(Distance):
-    """An engine as it is, against the other engine in the same dtype."""
-
-    against: str
-
-
-class CodecAgreement(Entry):
-    """The studied codec in float32 on both engines, under one protocol; KL in nats per token."""
-
-    cross_kl: Interval
-    """Between the two engines, both coded."""
-    jitter_kl: Interval
-    """Between transformers, coded, and itself with K and V moved by a rounding error."""
-    beyond_jitter: Interval
-    """`cross_kl` minus a multiple of `jitter_kl`."""
-    beyond_band: Interval
-    """`cross_kl` minus a part of the codec's own KL."""
-    jitters: int = 0
-    """Rounding errors of each window over which each engine's own KL is averaged, beside the result without one."""
-    hf_kl: float
-    vllm_kl: float
-    relative_difference: Interval
-    """What the codec costs on vLLM over what it costs on transformers, minus one."""
-    difference: Interval
-    """What the codec costs on vLLM minus what it costs on transformers."""
-    compared: Compared
-    state: State
-    """``equivalent`` only where whole intervals lie inside the bounds, ``differ`` where they lie outside, else open."""
-
-
-class AgreementBounds(Entry):
-    """What the tests of the engines' agreement ask for."""
-
-    identity_kl: float
-    """Nats per token that the KL without a codec must be below."""
-    relative: float
-    """What the codec's KL may differ by, and what the KL between the coded runs may be, over the codec's own."""
-    jitter_multiple: float
-    """How many times `jitter_kl` the KL between the coded runs may be instead."""
-
-
-class Agreement(Entry):
-    """Whether the engines compute the same function in float32: an equivalence test."""
-
-    identity: dict[Protocol, Interval]
-    """KL between the engines with a codec that changes nothing."""
-    codec: dict[Protocol, CodecAgreement]
-    state: State
-    """That of the weakest test under any protocol."""
-    why: tuple[str, ...]
-    """What differs, or what is open."""
-    windows_needed: int | None
-    """At which nothing would be open, with a power of 80 % and post hoc; null where nothing is, or none settles it."""
-    bounds: AgreementBounds
-
-
-Floor = dict[Engine, dict[str, Interval]]
-"""KL of each engine to itself: run again (rerun), and with a codec that changes nothing (identity, by protocol)."""
+STATES = VerdictField(
+    get_args(State),
+    "equivalent only where whole intervals lie inside the bounds, differ where they lie outside, else open",
+)
+# The studied codec in float32 on both engines, under one protocol.
+CODED = {
+    "cross_kl": Estimand(NATS, "between the two engines, both coded"),
+    "jitter_kl": Estimand(NATS, "between transformers, coded, and itself with K and V moved by a rounding error"),
+    "beyond_jitter": Estimand(NATS, "cross_kl minus a multiple of jitter_kl"),
+    "beyond_band": Estimand(NATS, "cross_kl minus a part of the codec's own KL"),
+    "jitters": Estimand(
+        COUNT, "rounding errors of each window over which an engine's own KL is averaged, beside the one without"
+    ),
+    "hf_kl": Estimand(NATS),
+    "vllm_kl": Estimand(NATS),
+    "relative_difference": Estimand(
+        RATIO, "what the codec costs on vLLM over what it costs on transformers, minus one"
+    ),
+    "difference": Estimand(NATS, "what the codec costs on vLLM minus what it costs on transformers"),
+    "compared": Compared(),
+    "state": STATES,
+}
+# Whether the engines compute the same function in float32: an equivalence test.
+AGREEMENT = Single(
+    {
+        "identity": By("protocol", Estimand(NATS, "between the engines with a codec that changes nothing")),
+        "codec": By("protocol", CODED),
+        "state": STATES,
+        "windows_needed": Estimand(
+            WINDOWS, "at which nothing would be open, power 80 %, post hoc; null where nothing is, or none settles it"
+        ),
+        "bounds": {
+            "identity_kl": Estimand(NATS, "that the KL without a codec must be below"),
+            "relative": Estimand(
+                RATIO, "what the codec's KL may differ by, and what the KL between the coded runs may be, over its own"
+            ),
+            "jitter_multiple": Estimand(RATIO, "how many times jitter_kl the KL between the coded runs may be instead"),
+        },
+    }
+)
 
 
 # Without any codec: how far each engine and dtype is from the float32 truth.
@@ -151,7 +138,7 @@ def entries(measured: ChapterInputs) -> dict:
     params, results, boot = measured.params, measured.results, measured.boot
     agreement, why = agreement_entry(params, results, boot)
     return {
-        "floor": {engine: floor_entry(params, results, boot, engine) for engine in params.engines},
+        "floor": [row for engine in params.engines for row in floor_entries(params, results, boot, engine)],
         "baseline": [baseline_entry(results, boot, run) for run in results.runs],
         "baseline_peers": peer_entries(params, results, boot),
         "agreement": agreement,
@@ -169,14 +156,11 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 
 CHAPTER = Chapter(
     parts={
-        "floor": Floor,
-        "baseline": tuple[BaselineEntry, ...],
-        "baseline_peers": tuple[PeerEntry, ...],
-        "agreement": Annotated[
-            Agreement | None,
-            Field(description="Null where only one engine was measured; `agreement_why` then says so."),
-        ],
-        "agreement_why": tuple[str, ...],
+        "floor": FLOOR,
+        "baseline": BASELINE,
+        "baseline_peers": PEERS,
+        "agreement": AGREEMENT,
+        "agreement_why": Sentences("what differs or is open, or why the agreement is null: one engine was measured"),
     },
     entries=entries,
     sections={

@@ -24,14 +24,14 @@ AGREEMENT_CODEC = 0.02  # relative; the same codec must cost the same on both en
 BOUNDS = {"identity_kl": AGREEMENT_KL, "relative": AGREEMENT_CODEC, "jitter_multiple": JITTER_MULTIPLE}
 
 
-def floor_entry(params: Params, results: Results, boot: Bootstrap, engine: str) -> dict:
+def floor_entries(params: Params, results: Results, boot: Bootstrap, engine: str) -> list[dict]:
     """KL of an engine to itself in ``gap.dtype``: run again, and with an identity codec in place."""
-    entry = {}
+    entries = []
     for measured in results.select("factors", engine=engine, dtype=params.gap.dtype):
         if measured.role in ("rerun", "identity"):
-            name = "rerun" if measured.role == "rerun" else f"identity_{measured.cell.protocol}"
-            entry[name] = boot.divergence(measured.column("kl")).to_json()
-    return entry
+            run = "rerun" if measured.role == "rerun" else f"identity_{measured.cell.protocol}"
+            entries.append({"engine": engine, "run": run, "kl": boot.divergence(measured.column("kl"))})
+    return entries
 
 
 def baseline_entry(results: Results, boot: Bootstrap, run: str) -> dict:
@@ -98,11 +98,11 @@ def agreement_entry(params: Params, results: Results, boot: Bootstrap) -> tuple[
     Returns
     -------
     dict or None
-        ``identity`` and ``codec`` by protocol, ``state``, ``why`` (what differs or is open, in words),
+        ``identity`` and ``codec`` by protocol, ``state``,
         ``windows_needed`` (at which all that is open would be decided with a power of 80 %, post hoc; None when
         nothing is open, or when no number of windows settles it), ``bounds``. None with one engine.
     list of str
-        Why it is None, or `why`.
+        Why it is None, or what differs or is open, in words.
     """
     if set(params.engines) != set(LEVELS["engine"]):
         return None, [f"only {', '.join(params.engines)} was measured; agreement needs hf and vllm"]
@@ -118,7 +118,7 @@ def agreement_entry(params: Params, results: Results, boot: Bootstrap) -> tuple[
     why = [test.words for test in deciding]
     needed = [test.windows_needed for test in deciding]
     settles = None if state != "open" or None in needed else max(needed)
-    entry = {"identity": identity, "codec": codec, "state": state, "why": why, "windows_needed": settles}
+    entry = {"identity": identity, "codec": codec, "state": state, "windows_needed": settles}
     return entry | {"bounds": BOUNDS}, why
 
 

@@ -8,10 +8,12 @@ from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.rendering.withheld import settling
 
 
-def floor(floors: dict) -> str:
+def floor(rows: list[dict]) -> str:
     """What each engine differs from itself by."""
-    names = list(dict.fromkeys(name for row in floors.values() for name in row))
-    lines = [[f"`{engine}`", *(fmt.estimate(row.get(name)) for name in names)] for engine, row in floors.items()]
+    names = sorted({row["run"] for row in rows})
+    found = {(row["engine"], row["run"]): row["kl"] for row in rows}
+    engines = dict.fromkeys(row["engine"] for row in rows)
+    lines = [[f"`{engine}`", *(fmt.estimate(found.get((engine, name))) for name in names)] for engine in engines]
     return fmt.table(["engine", *(f"{name.replace('_', ' ', 1)}, {KL_UNIT}" for name in names)], lines)
 
 
@@ -59,7 +61,7 @@ def agreement(given: dict) -> str:
     return fmt.table(headers, lines)
 
 
-def agreement_context(found: dict | None, basis: Basis) -> dict | None:
+def agreement_context(found: dict | None, why: list[str], basis: Basis) -> dict | None:
     """The float32 check of the engines."""
     if not found:
         return None
@@ -68,7 +70,7 @@ def agreement_context(found: dict | None, basis: Basis) -> dict | None:
         "table": agreement(found),
         "basis": basis(estimates),
         "state": found["state"],
-        "why": found["why"],
+        "why": why,
         "needed": settling(found),
         "bounds": {
             "codec": fmt.percent(found["bounds"]["relative"]),
@@ -81,11 +83,9 @@ def agreement_context(found: dict | None, basis: Basis) -> dict | None:
 
 def context(metrics: dict, basis: Basis) -> dict:
     """What ``baseline.md.j2`` and ``agreement.md.j2`` name."""
-    floors = metrics.get("floor") or {}
-    noise = [given for row in floors.values() for given in row.values() if given]
     return {
         "baseline": basis.under(metrics.get("baseline"), baseline, "kl"),
         "peers": basis.under(metrics.get("baseline_peers"), peers, "kl"),
-        "floor": {"table": floor(floors), "basis": basis(noise)} if noise else None,
-        "agreement": agreement_context(metrics.get("agreement"), basis),
+        "floor": basis.under(metrics.get("floor"), floor, "kl"),
+        "agreement": agreement_context(metrics.get("agreement"), metrics.get("agreement_why") or [], basis),
     }

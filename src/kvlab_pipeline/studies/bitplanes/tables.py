@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from kvlab.output.format import number, percent
+from kvlab.output.format import estimate, number, percent
 from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, Basis, BitplanesRecord, Difference
-from kvlab_pipeline.studies.table import Table, estimate, spread
+from kvlab_pipeline.studies.table import Table, spread
 
 Part = Callable[[ArmRecord], tuple[ArmQuantity, ...]]
 NEAREST = 0.1  # the budget at which heads are compared, or the one next to it

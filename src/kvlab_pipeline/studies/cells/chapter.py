@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 import polars as pl
 
-from kvlab.core.recipe import Attention, DType, Engine, Placement, Protocol, Span, Stream
 from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import marks
 from kvlab_pipeline.rendering.figure import Figure
@@ -14,71 +11,81 @@ from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.cells.numbers import cell_entries
 from kvlab_pipeline.studies.cells.tables import context
 from kvlab_pipeline.studies.chapter import Chapter, Drawn, PageSection, estimates_of
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
+from kvlab_pipeline.studies.tidy import (
+    BITS,
+    COUNT,
+    NATS,
+    PROBABILITY,
+    RATIO,
+    SHARE,
+    TOKENS,
+    By,
+    Compared,
+    Estimand,
+    Level,
+    Several,
+)
 
-# The part ``cells`` of ``metrics.json``: one cell at a time.
-
-
-class ConfidenceBin(Entry):
-    """Mean KL of the tokens on which the uncompressed model gave its top token a probability in [low, high)."""
-
-    low: float
-    high: float
-    kl: float | None
-    n_tokens: int
-
-
-class CellEntry(Entry):
-    """What a cell is, what its codec did, and what it cost beside the same engine and dtype without a codec."""
-
-    cell_id: str
-    recipe_id: str
-    role: Literal["rerun", "identity", "codec"]
-    label: str
-    """The entry of params.yaml that it is of."""
-    engine: Engine
-    dtype: DType
-    protocol: Protocol
-    stream: Stream
-    study: str
-    attention: Attention
-    placement: Placement
-    span: Span
-    origin: Engine
-    against: str | None
-    """The label of the cell that it is to be held against; null for the studied one."""
-    difference: Interval | None
-    """Net KL minus that of the cell it is held against; null for the studied cell itself and for floors."""
-    p_value: Annotated[float, PValue] | None
-    """Of the difference, by flipping the signs of windows (of documents, where they are known), in either direction."""
-    q_value: Annotated[float, PValue] | None
-    """Corrected for all cells that are held against another (Benjamini and Hochberg)."""
-    compared: Compared | None
-    variance_ratio: float | None
-    bits_per_value: float
-    """Every stored byte of the scored windows' contexts, uncoded layers included, over the values of K and V."""
-    fires: int
-    expected_fires: int
-    canary_kl: float | None
-    d_eff_mean: dict[Literal["k", "v"], float | None]
-    outlier_rate: dict[Literal["k", "v"], float | None]
-    whitened_error: dict[Literal["k", "v"], float | None]
-    kl: Interval
-    kl_net: Interval | None
-    """KL minus that of the identity cell beside it."""
-    delta_nll: Interval
-    ppl_ratio: Interval
-    published_estimator: Interval
-    """The unweighted mean over windows of the signed relative change in perplexity, as the published study has it."""
-    effective_tokens: float
-    predicted_standard_error: float
-    top1_agreement: Interval
-    flips_to_wrong: Interval
-    flips_to_right: Interval
-    kl_percentiles: dict[str, float]
-    """KL that the given percentage of tokens stays below."""
-    kl_by_confidence: tuple[ConfidenceBin, ...]
+# What a cell is, what its codec did, and what it cost beside the same engine and dtype without a codec.
+CELLS = Several(
+    {
+        "cell_id": Level(),
+        "recipe_id": Level(),
+        "role": Level("rerun, identity or codec"),
+        "label": Level("the entry of params.yaml that it is of"),
+        "engine": Level(),
+        "dtype": Level(),
+        "protocol": Level(),
+        "stream": Level(),
+        "study": Level(),
+        "attention": Level(),
+        "placement": Level(),
+        "span": Level(),
+        "origin": Level(),
+        "against": Level("the label of the cell that it is to be held against; null for the studied one"),
+        "difference": Estimand(
+            NATS, "net KL minus that of the cell it is held against; null for the studied cell itself and for floors"
+        ),
+        "p_value": Estimand(
+            PROBABILITY,
+            "of the difference, by flipping the signs of windows (of documents, where known), in either direction",
+        ),
+        "q_value": Estimand(
+            PROBABILITY, "corrected for all cells that are held against another (Benjamini and Hochberg)"
+        ),
+        "compared": Compared(),
+        "variance_ratio": Level(),
+        "bits_per_value": Estimand(
+            BITS,
+            "every stored byte of the scored windows' contexts, uncoded layers included, over the values of K and V",
+        ),
+        "fires": Estimand(COUNT),
+        "expected_fires": Estimand(COUNT),
+        "canary_kl": Estimand(NATS),
+        "d_eff_mean": {"k": Estimand(COUNT), "v": Estimand(COUNT)},
+        "outlier_rate": {"k": Estimand(SHARE), "v": Estimand(SHARE)},
+        "whitened_error": {"k": Estimand(RATIO), "v": Estimand(RATIO)},
+        "kl": Estimand(NATS),
+        "kl_net": Estimand(NATS, "KL minus that of the identity cell beside it"),
+        "delta_nll": Estimand(NATS),
+        "ppl_ratio": Estimand(RATIO),
+        "published_estimator": Estimand(
+            RATIO,
+            "the unweighted mean over windows of the signed relative change in perplexity, as the published study's",
+        ),
+        "effective_tokens": Estimand(TOKENS),
+        "predicted_standard_error": Estimand(NATS),
+        "top1_agreement": Estimand(SHARE),
+        "flips_to_wrong": Estimand(SHARE),
+        "flips_to_right": Estimand(SHARE),
+        "kl_percentiles": By("percentile", Estimand(NATS, "KL that the given percentage of tokens stays below")),
+        # Of the tokens on which the uncompressed model gave its top token a probability in [low, high).
+        "kl_by_confidence": Several(
+            {"low": Level(), "high": Level(), "kl": Estimand(NATS), "n_tokens": Estimand(TOKENS)}
+        ),
+    }
+)
 
 
 # What the codec costs, cell by cell.
@@ -154,7 +161,7 @@ def subject(cell: dict) -> str:
 
 
 CHAPTER = Chapter(
-    parts={"cells": tuple[CellEntry, ...]},
+    parts={"cells": CELLS},
     entries=lambda measured: {"cells": cell_entries(measured.params, measured.results, measured.boot)},
     sections={
         "cells": PageSection(

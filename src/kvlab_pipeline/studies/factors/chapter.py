@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import polars as pl
 
 from kvlab.core.errors import Fault
-from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.output import format as fmt
 from kvlab.output.markdown import code
 from kvlab_pipeline.rendering import marks
@@ -16,107 +13,68 @@ from kvlab_pipeline.rendering.figure import DOWN, GREY, UP, Figure, Line, Look, 
 from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.rendering.withheld import settling, undecided
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.factors.numbers import factors_entry, gap_entry, text_entries
+from kvlab_pipeline.studies.tidy import NATS, TOKENS, WINDOWS, By, Compared, Estimand, Level, Several, Single
 
-# The parts ``gap`` and ``factors`` of ``metrics.json``: a difference between two corners, divided among factors.
-
-Measure = Literal["kl", "delta_nll"]
-"""KL to the same engine without a codec, or the change of the log loss; both in nats per token."""
-
-
-class Corner(Entry):
-    """One combination of the factors' levels."""
-
-    engine: Engine
-    protocol: Protocol
-    dtype: DType
-    variance_ratio: float
-    origin: Engine
-    """The engine on whose capture everything fitted was fitted."""
-
-
-class MeasuredCorner(Corner):
-    """A corner and what its cell costs."""
-
-    value: Interval
-
-
-class Part(Entry):
-    """A factor's share of the gap: its Shapley value."""
-
-    factor: str
-    share: Interval
-    windows_needed: int | None
-    """At which this share would stand clear of zero, were it what it is here; null where nothing is to be seen."""
-
-
-class Interaction(Entry):
-    """What two factors do together beyond what each does alone."""
-
-    factors: tuple[str, str]
-    effect: Interval
-
-
-class Decomposed(Entry):
-    """The gap in one measure; the shares add up to it exactly."""
-
-    low: Interval
-    high: Interval
-    gap: Interval
-    parts: tuple[Part, ...]
-    interactions: tuple[Interaction, ...]
-    corners: tuple[MeasuredCorner, ...]
-
-
-class Decomposition(Entry):
-    """The gap between the corner where all factors are low and the one where all are high."""
-
-    factors: tuple[str, ...]
-    """Those that vary; the other levels of a corner are shared."""
-    dtype: DType | None
-    stream: Literal["kv"]
-    low: Corner
-    high: Corner
-    measures: dict[Measure, Decomposed]
-    compared: Compared
-    """The cell of the high corner, and that of the low one."""
-
-
-class OnText(Entry):
-    """The gap between the published corners on the windows of one text, in KL; its shares add up to it."""
-
-    text: Literal["test", "other"]
-    """`test` is held out of the text that calibrates, `other` is of another domain."""
-    source: str
-    factors: tuple[str, ...]
-    low: Interval
-    high: Interval
-    gap: Interval
-    parts: tuple[Part, ...]
-    compared: Compared
-
-
-class ByWindow(Entry):
-    """KL of every corner, window by window, of which another model's differences are made."""
-
-    key: str
-    """Digest of every window and position; equal keys are equal tokens."""
-    windows: tuple[int, ...]
-    counts: tuple[float, ...]
-    sums: tuple[tuple[float, ...], ...]
-    """By corner, and there by window, in nats."""
-    n_tokens: int
-    documents: tuple[int, ...] | None
-    """The document of each window, where that is known."""
-
-
-class Gap(Decomposition):
-    """The decomposition between the two published corners."""
-
-    windows: ByWindow
-
+# A gap between two corners, divided among factors.
+CORNER = {name: Level() for name in ("engine", "protocol", "dtype", "variance_ratio", "origin")}
+SHARES = Several(
+    {
+        "factor": Level(),
+        "share": Estimand(NATS, "of the gap: its Shapley value; the shares add up to the gap exactly"),
+        "windows_needed": Estimand(
+            WINDOWS,
+            "at which the share would stand clear of zero, were it what it is; null where nothing is to be seen",
+        ),
+    }
+)
+ENDS = {"low": Estimand(NATS), "high": Estimand(NATS), "gap": Estimand(NATS)}
+DECOMPOSITION = {
+    "factors": Level("those that vary; the other levels of a corner are shared", name="varied"),
+    "dtype": Level(name="shared_dtype"),
+    "stream": Level(),
+    "low": CORNER,
+    "high": CORNER,
+    "measures": By(
+        "measure",
+        ENDS
+        | {
+            "parts": SHARES,
+            "interactions": Several(
+                {"factors": Level(), "effect": Estimand(NATS, "of two factors together beyond what each does alone")}
+            ),
+            "corners": Several(CORNER | {"value": Estimand(NATS)}),
+        },
+    ),
+    "compared": Compared(),
+}
+# Between the two published corners, and window by window, of which another model's differences are made.
+GAP = Single(
+    DECOMPOSITION
+    | {
+        "windows": Several(
+            {
+                "key": Level("digest of every window and position; equal keys are equal tokens"),
+                "window": Level(),
+                "document": Level("of the window, where that is known"),
+                "corner": Level("by number: bit i says whether factor i is high"),
+                "tokens": Estimand(TOKENS),
+                "kl": Estimand("nats", "the sum over the window's tokens"),
+            }
+        )
+    }
+)
+BY_TEXT = Several(
+    {
+        "text": Level("test is held out of the text that calibrates, other is of another domain"),
+        "source": Level(),
+        "factors": Level(name="varied"),
+        "compared": Compared(),
+        **ENDS,
+        "parts": SHARES,
+    }
+)
 
 # Tables of a gap between two corners and its shares, from ``gap`` and ``factors`` of ``metrics.json``.
 
@@ -206,7 +164,7 @@ def interactions(measure: dict, unit: str, held: bool = False) -> str:
 
 def corners(measures: dict) -> str:
     """Every corner of the factorial with each measure."""
-    names = list(measures)
+    names = sorted(measures)
     settings = [name for name in FACTORS if name in measures[names[0]]["corners"][0]]
     columns = [fmt.column([row["value"] for row in measures[name]["corners"]]) for name in names]
     lines = [
@@ -420,14 +378,14 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
     """The shares and the interactions, measure by measure."""
     found = []
     for part, where in PARTS.items():
-        for name, measure in ((metrics.get(part) or {}).get("measures") or {}).items():
+        for name, measure in sorted(((metrics.get(part) or {}).get("measures") or {}).items()):
             found.append((f"shares {where}, `{name}`", [row["share"] for row in measure["parts"]]))
             found.append((f"interactions {where}, `{name}`", [row["effect"] for row in measure["interactions"]]))
     return found
 
 
 CHAPTER = Chapter(
-    parts={"gap": Gap, "gap_by_text": tuple[OnText, ...], "factors": Decomposition},
+    parts={"gap": GAP, "gap_by_text": BY_TEXT, "factors": Single(DECOMPOSITION)},
     entries=entries,
     sections={
         "gap": PageSection(

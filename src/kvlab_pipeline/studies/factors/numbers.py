@@ -46,25 +46,33 @@ def text_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict
     return found
 
 
-def by_window(columns: list[Column]) -> dict:
-    """Paired columns as JSON: `sums` [columns][windows] over `counts` [windows] tokens."""
+def by_window(columns: list[Column]) -> list[dict]:
+    """Paired columns as rows, a row for each window and column, which is named by its number."""
     first = columns[0]
-    return {
-        "key": first.key,
-        "windows": list(first.windows),
-        "counts": first.counts.tolist(),
-        "sums": [column.sums.tolist() for column in columns],
-        "n_tokens": first.n_tokens,
-        "documents": first.documents,
-    }
+    documents = first.documents or [None] * len(first.windows)
+    return [
+        {"key": first.key, "window": window, "document": document, "corner": corner, "tokens": int(count), "kl": kl}
+        for corner, column in enumerate(columns)
+        for window, document, count, kl in zip(
+            first.windows, documents, first.counts.tolist(), column.sums.tolist(), strict=True
+        )
+    ]
 
 
-def from_windows(given: dict) -> list[Column]:
+def from_windows(rows: list[dict]) -> list[Column]:
     """The columns that `by_window` wrote."""
-    counts, windows = np.array(given["counts"]), tuple(given["windows"])
-    documents = given["documents"] and tuple(given["documents"])
-    shared = (counts, windows, given["key"], given["n_tokens"], documents)
-    return [Column(np.array(sums), *shared) for sums in given["sums"]]
+    corners = {row["corner"]: [] for row in rows}
+    for row in rows:
+        corners[row["corner"]].append(row)
+    found = []
+    for mine in corners.values():
+        windows, tokens, sums, documents = (
+            [row[name] for row in mine] for name in ("window", "tokens", "kl", "document")
+        )
+        known = None if None in documents else tuple(documents)
+        counts = np.array(tokens, np.float64)
+        found.append(Column(np.array(sums), counts, tuple(windows), mine[0]["key"], sum(tokens), known))
+    return found
 
 
 def factors_entry(params: Params, results: Results, boot: Bootstrap) -> dict:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import polars as pl
 
 from kvlab.core.errors import MissingResult
-from kvlab.core.recipe import Protocol, Span
 from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import marks
 from kvlab_pipeline.rendering.figure import (
@@ -27,151 +24,133 @@ from kvlab_pipeline.rendering.figure import (
 )
 from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.ladder.beyond import further_entries
 from kvlab_pipeline.studies.ladder.numbers import ladder_entries, rungs_of
 from kvlab_pipeline.studies.ladder.record import read_facts
 from kvlab_pipeline.studies.ladder.state import gain_entries, refuse_other, state_entries
 from kvlab_pipeline.studies.ladder.tables import TEXTS, context, plain_rows
+from kvlab_pipeline.studies.tidy import (
+    BITS,
+    BYTES,
+    COUNT,
+    DECIBELS,
+    NATS,
+    RATIO,
+    SHARE,
+    TOKENS,
+    Compared,
+    Estimand,
+    Level,
+    Several,
+)
 
-# The parts of ``metrics.json`` that the ladder brings: every rung, and which to use at how many bits.
-
-Source = Literal["test", "other"]
-
-
-class OffsetBin(Entry):
-    """Mean KL of the scored tokens that lie from `first` to `last` tokens after the end of the context."""
-
-    first: int
-    last: int
-    kl: Interval
-
-
-class RungEntry(Entry):
-    """One codec at one setting on one text, over every layer's K and V, in float32."""
-
-    text: Source
-    """`test` is held out of the text that calibrates, `other` is of another domain."""
-    label: str
-    codec: str
-    """The family: rungs of one codec are no rivals of each other."""
-    whole: bool
-    """Whether it codes finished caches alone, all layers at once: it is held against all, and is no rival of others."""
-    protocol: Protocol
-    span: Span
-    cell_id: str
-    recipe_id: str
-    calibrated: bool
-    """Whether the codec reads anything that was fitted to text."""
-    bits_per_value: float
-    """Every byte written for the context, also for tokens of it that a recipe keeps as they are; no calibration."""
-    kl: Interval
-    top1_agreement: Interval
-    by_offset: tuple[OffsetBin, ...]
-    rival: str | None
-    """The rung of another codec with the least KL among those that store no more, or, of one that is `whole`, that fit
-    the same half bit; null where there is none."""
-    difference: Interval | None
-    """KL minus the rival's, on the same tokens."""
-    compared: Compared | None
-
-
-class AnswerEntry(Entry):
-    """Which rung to use on one text at up to so many bits per value."""
-
-    text: Source
-    whole: bool
-    """Of all rungs, for a cache that is kept; else of those that a model can run with."""
-    at_most: float
-    label: str
-    bits_per_value: float
-    kl: Interval
-    tried: int
-    """Rungs that store no more than `at_most`."""
-    ties: tuple[str, ...]
-    """Those of them whose KL is not told from its: intervals of all differences hold together at the file's level."""
-
-
-class AblationEntry(Entry):
-    """`klt` with a part taken out, on one text, on the windows that it and its counterpart both score."""
-
-    text: Source
-    label: str
-    against: str
-    cell_id: str
-    bits_per_value: float
-    kl: Interval
-    difference: Interval
-    """KL minus that of `against`."""
-    times: Interval
-    """KL over that of `against`."""
-    compared: Compared
-
-
-class StateAt(Entry):
-    """Bits per value of a whole cache of so many tokens."""
-
-    tokens: int
-    bits_per_value: float
-
-
-class StateEntry(Entry):
-    """What a rung's cache takes with its calibration and its exact tokens."""
-
-    label: str
-    recipe_id: str
-    text: Source
-    """On which it is set beside `instead`."""
-    rate: float
-    """Bits per value of a coded token."""
-    exact_tokens: float
-    """Kept as they are in 16 bits: those of the recipe, and under `snapshot` those between context and scored token."""
-    whole_bytes: int
-    decoder_bytes: int
-    """The calibration as a file: the whole one, and what decodes alone."""
-    resident_bytes: int
-    """What its codecs hold in memory to encode and decode, which `at` counts."""
-    at: tuple[StateAt, ...]
-    even_with_bfloat16: float | None
-    """Tokens from which on it stores no more than 16 bits a value; null for never."""
-    instead: str | None
-    """Of a calibrated rung: the one without calibration of no more KL that stores least; null where there is none."""
-    even_with_instead: float | None
-    """Tokens from which on it stores no more than that one."""
-
-
-class GainEntry(Entry):
-    """Coding gain of K or of V, in dB, the mean over layers and KV heads; 6.02 dB are one bit per value."""
-
-    text: Source
-    stream: Literal["k", "v"]
-    tokens: Literal["all", "later"]
-    """`later` leaves the first token of each window out, where attention sinks are."""
-    over_even: Interval
-    """Over as many bits for every dimension of the metric's own frame."""
-    over_plain: Interval
-    """Over as many bits for every dimension of the values as they are."""
-    fitted_over_even: float
-    fitted_over_plain: float
-    """The same by the calibration's own moments, all tokens."""
-
-
-class FurtherEntry(Entry):
-    """A codec at a longer context, or `klt` fitted on a part of the calibration, on one text."""
-
-    what: Literal["growth", "context"]
-    text: Source
-    label: str
-    context: int
-    calibration_tokens: int
-    bits_per_value: float
-    kl: Interval
-    top1_agreement: Interval
-    against: str | None
-    """`growth`: the same codec with the whole calibration; `context`: the first codec there. Null for that one."""
-    times: Interval | None
-    """KL over that of `against`, on the same tokens."""
+TEXT = {"text": Level("test is held out of the text that calibrates, other is of another domain")}
+# One codec at one setting on one text, over every layer's K and V, in float32.
+LADDER = Several(
+    TEXT
+    | {
+        "label": Level(),
+        "codec": Level("the family: rungs of one codec are no rivals of each other"),
+        "whole": Level("whether it codes finished caches alone: it is held against all, and is no rival of others"),
+        "protocol": Level(),
+        "span": Level(),
+        "cell_id": Level(),
+        "recipe_id": Level(),
+        "calibrated": Level("whether the codec reads anything that was fitted to text"),
+        "bits_per_value": Estimand(
+            BITS, "every byte written for the context, also for tokens that a recipe keeps as they are; no calibration"
+        ),
+        "kl": Estimand(NATS),
+        "top1_agreement": Estimand(SHARE),
+        # Of the scored tokens that lie from `first` to `last` tokens after the end of the context.
+        "by_offset": Several({"first": Level(), "last": Level(), "kl": Estimand(NATS)}),
+        "rival": Level(
+            "the rung of another codec with the least KL among those that store no more, or, of one that is whole, that"
+            " fit the same half bit; null where there is none"
+        ),
+        "difference": Estimand(NATS, "KL minus the rival's, on the same tokens"),
+        "compared": Compared(),
+    }
+)
+# Which rung to use on one text at up to so many bits per value.
+ANSWERS = Several(
+    TEXT
+    | {
+        "whole": Level("of all rungs, for a cache that is kept; else of those that a model can run with"),
+        "at_most": Level("bits per value"),
+        "label": Level(),
+        "bits_per_value": Estimand(BITS),
+        "kl": Estimand(NATS),
+        "tried": Estimand(COUNT, "rungs that store no more than at_most"),
+        "ties": Level("those whose KL is not told from its: intervals of all differences hold together"),
+    }
+)
+# `klt` with a part taken out, on one text, on the windows that it and its counterpart both score.
+ABLATION = Several(
+    TEXT
+    | {
+        "label": Level(),
+        "against": Level(),
+        "cell_id": Level(),
+        "bits_per_value": Estimand(BITS),
+        "kl": Estimand(NATS),
+        "difference": Estimand(NATS, "KL minus that of against"),
+        "times": Estimand(RATIO, "KL over that of against"),
+        "compared": Compared(),
+    }
+)
+# What a rung's cache takes with its calibration and its exact tokens.
+STATE = Several(
+    {
+        "label": Level(),
+        "recipe_id": Level(),
+        "text": Level("on which it is set beside instead"),
+        "rate": Estimand(BITS, "of a coded token"),
+        "exact_tokens": Estimand(
+            TOKENS,
+            "kept in 16 bits: the recipe's, and under snapshot those between context and scored token",
+        ),
+        "whole_bytes": Estimand(BYTES, "the whole calibration as a file"),
+        "decoder_bytes": Estimand(BYTES, "the part of it that decodes"),
+        "resident_bytes": Estimand(BYTES, "what its codecs hold in memory, which at counts"),
+        "at": Several({"tokens": Level(), "bits_per_value": Estimand(BITS, "of a whole cache of so many tokens")}),
+        "even_with_bfloat16": Estimand(TOKENS, "from which on it stores no more than 16 bits a value; null for never"),
+        "instead": Level(
+            "of a calibrated rung: of those without calibration and no more KL the one that stores least; null for none"
+        ),
+        "even_with_instead": Estimand(TOKENS, "from which on it stores no more than that one"),
+    }
+)
+# Coding gain of K or of V, the mean over layers and KV heads; 6.02 dB are one bit per value.
+GAIN = Several(
+    TEXT
+    | {
+        "stream": Level(),
+        "tokens": Level("all; later leaves the first token of each window out, where attention sinks are"),
+        "over_even": Estimand(DECIBELS, "over as many bits for every dimension of the metric's own frame"),
+        "over_plain": Estimand(DECIBELS, "over as many bits for every dimension of the values as they are"),
+        "fitted_over_even": Estimand(DECIBELS, "the same by the calibration's own moments, all tokens"),
+        "fitted_over_plain": Estimand(DECIBELS),
+    }
+)
+# A codec at a longer context, or `klt` fitted on a part of the calibration, on one text.
+FURTHER = Several(
+    {"what": Level("growth or context")}
+    | TEXT
+    | {
+        "label": Level(),
+        "context": Level(),
+        "calibration_tokens": Level(),
+        "bits_per_value": Estimand(BITS),
+        "kl": Estimand(NATS),
+        "top1_agreement": Estimand(SHARE),
+        "against": Level(
+            "growth: the same codec with the whole calibration; context: the first codec there; null for that one"
+        ),
+        "times": Estimand(RATIO, "KL over that of against, on the same tokens"),
+    }
+)
 
 
 # What every codec costs at the bits that it stores.
@@ -293,12 +272,12 @@ def entries(measured: ChapterInputs) -> dict[str, list[dict]]:
 
 CHAPTER = Chapter(
     parts={
-        "ladder": tuple[RungEntry, ...],
-        "ladder_answers": tuple[AnswerEntry, ...],
-        "ladder_ablation": tuple[AblationEntry, ...],
-        "ladder_state": tuple[StateEntry, ...],
-        "ladder_gain": tuple[GainEntry, ...],
-        "ladder_further": tuple[FurtherEntry, ...],
+        "ladder": LADDER,
+        "ladder_answers": ANSWERS,
+        "ladder_ablation": ABLATION,
+        "ladder_state": STATE,
+        "ladder_gain": GAIN,
+        "ladder_further": FURTHER,
     },
     entries=entries,
     sections={"ladder": PageSection(5, "Which codec to use at how many bits", asks="codecs beside one another")},

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 import polars as pl
 
-from kvlab.core.recipe import Engine, Protocol, Stream
 from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import marks
 from kvlab_pipeline.rendering.figure import (
@@ -24,54 +21,48 @@ from kvlab_pipeline.rendering.figure import (
 )
 from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries
 from kvlab_pipeline.studies.layers.tables import KINDS, NAMES, context
+from kvlab_pipeline.studies.tidy import BITS, NATS, PROBABILITY, RATIO, Compared, Estimand, Level, Several
 
-# The parts ``layers`` and ``additivity`` of ``metrics.json``: single layers, and whether their costs add up.
-
-
-class LayerEntry(Entry):
-    """What coding one layer's K, V or both costs, net of the identity cell."""
-
-    engine: Engine
-    protocol: Protocol
-    stream: Stream
-    kind: Literal["only", "but"]
-    """only: this layer and nothing else is coded; but: all layers, minus all layers without this one."""
-    layer: int
-    boundary: bool
-    label: str
-    cell_id: str
-    kl: Interval
-    p_value: Annotated[float, PValue]
-    q_value: Annotated[float, PValue]
-    """Corrected for the layers of one engine, protocol, stream and kind (Benjamini and Hochberg)."""
-    q_stands_out: Annotated[float, PValue] | None
-    """Of the layer's cost against the mean over layers; null where there is one layer."""
-    bits_per_value: float
-
-
-class AdditivityEntry(Entry):
-    """What is coded together against the sum of its parts, net KL in nats per token."""
-
-    engine: Engine
-    protocol: Protocol
-    stream: Stream
-    parts: Literal["layers", "streams"]
-    joint: Interval
-    sum: Interval
-    ratio: Interval | None
-    """Joint over sum; null where the sum cannot be told from zero."""
-    interaction: Interval
-    """Joint minus sum."""
-    left_out_sum: Interval | None
-    boundary_excess: Interval | None
-    """What a boundary layer costs alone minus what another layer does."""
-    compared: Compared
-    """All together, and each part alone."""
-
+# Single layers, and whether their costs add up.
+LAYERS = Several(
+    {
+        "engine": Level(),
+        "protocol": Level(),
+        "stream": Level(),
+        "kind": Level("only: this layer and nothing else is coded; but: all layers, minus all layers without this one"),
+        "layer": Level(),
+        "boundary": Level(),
+        "label": Level(),
+        "cell_id": Level(),
+        "kl": Estimand(NATS, "net of the identity cell's"),
+        "p_value": Estimand(PROBABILITY),
+        "q_value": Estimand(
+            PROBABILITY, "corrected for the layers of one engine, protocol, stream and kind (Benjamini and Hochberg)"
+        ),
+        "q_stands_out": Estimand(
+            PROBABILITY, "of the layer's cost against the mean over layers; null where there is one layer"
+        ),
+        "bits_per_value": Estimand(BITS),
+    }
+)
+ADDITIVITY = Several(
+    {
+        "engine": Level(),
+        "protocol": Level(),
+        "stream": Level(),
+        "parts": Level("what is added up: layers, or streams"),
+        "joint": Estimand(NATS),
+        "sum": Estimand(NATS),
+        "ratio": Estimand(RATIO, "joint over sum; null where the sum cannot be told from zero"),
+        "interaction": Estimand(NATS, "joint minus sum"),
+        "left_out_sum": Estimand(NATS),
+        "boundary_excess": Estimand(NATS, "what a boundary layer costs alone minus what another layer does"),
+        "compared": Compared(),
+    }
+)
 
 # What each layer's K and V cost, alone and left out, and which of them can be told from zero.
 
@@ -199,7 +190,7 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 
 
 CHAPTER = Chapter(
-    parts={"layers": tuple[LayerEntry, ...], "additivity": tuple[AdditivityEntry, ...]},
+    parts={"layers": LAYERS, "additivity": ADDITIVITY},
     entries=entries,
     sections={
         "layers": PageSection(70, "What each layer costs alone and on top of the others", asks="whether layers add up")

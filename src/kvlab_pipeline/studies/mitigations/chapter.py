@@ -4,99 +4,75 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
 
 import polars as pl
 
-from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import marks
 from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import INK, Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis
 from kvlab_pipeline.rendering.parts import KL_UNIT, not_resolved
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.mitigations.numbers import mitigation_entries
 from kvlab_pipeline.studies.mitigations.plan import read_choice
+from kvlab_pipeline.studies.tidy import BITS, NATS, RATIO, SHARE, WINDOWS, Compared, Estimand, Level, Several, Single
 
-# The part ``mitigations`` of ``metrics.json``: ways to spend bytes beside uniform spending of as many.
-
-
-class SearchStep(Entry):
-    """What the calibration split shows for some favoured layers."""
-
-    layers: tuple[int, ...]
-    kl: float
-    bits_per_value: float
-
-
-class Chosen(Entry):
-    """Which layers each arm favours, and how that was found on the calibration split."""
-
-    engine: Engine
-    dtype: DType
-    protocol: Protocol
-    windows: int
-    budget: float
-    """Bits per value that uncoded layers were allowed to bring the whole cache to."""
-    search_id: str
-    layers: dict[str, tuple[int, ...]]
-    searches: dict[str, tuple[SearchStep, ...]]
-
-
-class ArmEntry(Entry):
-    """What an arm costs on the test split."""
-
-    engine: Engine
-    protocol: Protocol
-    arm: str
-    cell_id: str
-    layers: tuple[int, ...]
-    bits_per_value: float
-    kl: Interval
-    kl_net: Interval
-    delta_nll: Interval
-
-
-class Comparison(Entry):
-    """An arm against uniform spending of as many bytes."""
-
-    engine: Engine
-    protocol: Protocol
-    arm: str
-    layers: tuple[int, ...]
-    against: str
-    beyond: Literal["above", "below"] | None
-    """Where the arm takes more or fewer bytes than any uniform spending that was measured."""
-    same: bool
-    """Whether both are one cell."""
-    bits_per_value: float
-    against_bits_per_value: float
-    difference: Interval
-    """Nats per token."""
-    log_ratio: Interval
-    ratio: Interval
-    windows_needed: int | None
-    compared: Compared
-
-
-class Generalised(Entry):
-    """By how much an arm lowers KL on the split that chose it, and on the test split."""
-
-    arm: str
-    layers: tuple[int, ...]
-    calib: float
-    test: Interval | None
-
-
-class Mitigations(Entry):
-    """The choice, the arms, their comparisons, and how the choice carries over."""
-
-    choice: Chosen
-    arms: tuple[ArmEntry, ...]
-    comparisons: tuple[Comparison, ...]
-    generalises: tuple[Generalised, ...]
+# Ways to spend bytes beside uniform spending of as many.
+PANEL = {"engine": Level(), "protocol": Level(), "arm": Level()}
+MITIGATIONS = Single(
+    {
+        # How the favoured layers were found on the calibration split.
+        "choice": Single(
+            {
+                "engine": Level(),
+                "dtype": Level(),
+                "protocol": Level(),
+                "search_id": Level(),
+                "windows": Estimand(WINDOWS),
+                "budget": Estimand(BITS, "that uncoded layers were allowed to bring the whole cache to"),
+                "searches": Several(
+                    {
+                        "search": Level(),
+                        "step": Level(),
+                        "layers": Level("those that are favoured"),
+                        "kl": Estimand(NATS),
+                        "bits_per_value": Estimand(BITS),
+                    }
+                ),
+            }
+        ),
+        "arms": Several(
+            PANEL
+            | {
+                "cell_id": Level(),
+                "layers": Level("those that are favoured"),
+                "bits_per_value": Estimand(BITS),
+                "kl": Estimand(NATS),
+                "kl_net": Estimand(NATS),
+                "delta_nll": Estimand(NATS),
+            }
+        ),
+        "comparisons": Several(
+            PANEL
+            | {
+                "layers": Level("those that are favoured"),
+                "against": Level(),
+                "beyond": Level("above or below: where the arm takes more or fewer bytes than any uniform spending"),
+                "same": Level("whether both are one cell"),
+                "bits_per_value": Estimand(BITS),
+                "against_bits_per_value": Estimand(BITS),
+                "difference": Estimand(NATS),
+                "log_ratio": Estimand("logarithm"),
+                "ratio": Estimand(RATIO),
+                "windows_needed": Estimand(WINDOWS),
+                "compared": Compared(),
+            }
+        ),
+        # By how much an arm lowers KL on the split that chose it, and on the test split.
+        "generalises": Several({"arm": Level(), "layers": Level(), "calib": Estimand(SHARE), "test": Estimand(SHARE)}),
+    }
+)
 
 
 # KL against bytes: uniform spending as a curve, and what favouring layers makes of as many.
@@ -211,7 +187,7 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 
 
 CHAPTER = Chapter(
-    parts={"mitigations": Mitigations},
+    parts={"mitigations": MITIGATIONS},
     entries=entries,
     sections={"mitigations": PageSection(100, "Where bytes are best spent", asks="ways to spend bytes")},
     context=lambda metrics, basis: {"mitigations": mitigations_context(metrics, basis)},
@@ -400,7 +376,7 @@ def mitigations_context(metrics: dict, basis: Basis) -> dict | None:
         "budget": fmt.plain(choice["budget"]),
         "chosen": chosen(found["generalises"]),
         "judged": bool(judged),
-        "greedy": path(choice["searches"]["greedy"]),
+        "greedy": path([step for step in choice["searches"] if step["search"] == "greedy"]),
         "comparisons": by_place(rows, comparisons),
         "beyond": any(row["beyond"] == "above" for row in rows),
         "basis": basis([row["difference"] for row in rows if not row["same"]]),

@@ -143,11 +143,14 @@ def choice_entry(choice: ChoiceRecord) -> dict:
         "engine": choice.engine,
         "dtype": choice.dtype,
         "protocol": choice.protocol,
+        "search_id": choice.search_id,
         "windows": choice.windows,
         "budget": choice.budget,
-        "search_id": choice.search_id,
-        "layers": {name: list(plan.favoured(choice.choice, name)) for name in (*STUDIED, *KLT)},
-        "searches": {name: [step.model_dump(mode="json") for step in steps] for name, steps in choice.searches.items()},
+        "searches": [
+            {"search": name, "step": number} | step.model_dump(mode="json")
+            for name, steps in choice.searches.items()
+            for number, step in enumerate(steps)
+        ],
     }
 
 
@@ -249,7 +252,7 @@ def against(boot: Bootstrap, arm: Measured, rival: Rival) -> tuple[Estimate, Est
 
     difference, log_ratio = boot.combine_many(columns, terms)
     ends = {end: math.exp(getattr(log_ratio, end)) for end in ENDS}
-    ratio = replace(log_ratio, **ends, resolvable=(ends["high"] - ends["low"]) / 2)
+    ratio = replace(log_ratio, **ends)
     return difference, log_ratio, ratio
 
 

@@ -2,77 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from kvlab.core.recipe import DType, Engine, Protocol, Stream
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.noise.figure import noise, noise_table
-from kvlab_pipeline.studies.noise.numbers import closure_entries, noise_entries, noise_slope_entries, structure_entries
+from kvlab_pipeline.studies.noise.numbers import (
+    CLOSES,
+    FAILS,
+    OPEN,
+    closure_entries,
+    noise_entries,
+    noise_slope_entries,
+    structure_entries,
+)
 from kvlab_pipeline.studies.noise.tables import context
+from kvlab_pipeline.studies.tidy import COUNT, NATS, RATIO, Compared, Estimand, Level, Several, VerdictField
 
-# The parts ``noise``, ``noise_slope``, ``closure`` and ``structure`` of ``metrics.json``.
-
-Group = Literal["all", "coded", "boundary"]
-
-
-class NoiseEntry(Entry):
-    """Net KL of Gaussian noise in the codec's place, in nats per token."""
-
-    engine: Engine
-    stream: Stream
-    group: Group
-    protocol: Protocol
-    sigma: float
-    """Over the root mean square of K or V."""
-    kl: Interval
-
-
-class SlopeEntry(Entry):
-    """How KL grows with the noise, over the range where a power law holds; null where there is no such range."""
-
-    engine: Engine
-    stream: Stream
-    group: Group
-    slope: Interval | None
-    range: tuple[float, float] | None
-    points: int
-    coefficient: Interval | None
-    """c of KL = c sigma squared."""
-
-
-class ClosureEntry(Entry):
-    """A dtype's KL, predicted from the noise curves and measured."""
-
-    engine: Engine
-    stream: Stream
-    against: str
-    """cast: K, V or both of a float32 engine, rounded; else a baseline run of the engine in that dtype."""
-    dtype: DType
-    sigma: float
-    in_range: bool
-    predicted: Interval
-    measured: Interval
-    ratio: Interval | None
-    factor: float
-    reading: Literal["closes", "open", "does not close"] | None
-    share: Interval | None
-    """Of a run's KL, what rounding K and V is predicted to cause."""
-    cast_share: Interval | None
-    """Of a run's KL, what rounding K and V was measured to cause."""
-    compared: Compared | None
-
-
-class StructureEntry(Entry):
-    """The codec's KL, and that of an error of the same size and random direction."""
-
-    engine: Engine
-    stream: Stream
-    codec: Interval
-    isotropic: Interval
-    ratio: Interval | None
-    compared: Compared
+CURVE = {"engine": Level(), "stream": Level(), "group": Level("of layers: all, coded or boundary")}
+NOISE = Several(
+    CURVE
+    | {
+        "protocol": Level(),
+        "sigma": Level("of the noise, over the root mean square of K or V"),
+        "kl": Estimand(NATS, "of Gaussian noise in the codec's place, net of the identity cell's"),
+    }
+)
+# How KL grows with the noise, over the range where a power law holds; null where there is no such range.
+SLOPE = Several(
+    CURVE
+    | {
+        "slope": Estimand("exponent"),
+        "range": Level("the least and the largest sigma of the range"),
+        "points": Estimand(COUNT),
+        "coefficient": Estimand(NATS, "c of KL = c sigma squared"),
+    }
+)
+# A dtype's KL, predicted from the noise curves and measured.
+CLOSURE = Several(
+    {
+        "engine": Level(),
+        "stream": Level(),
+        "against": Level("cast: K, V or both of a float32 engine, rounded; else a run of the engine in that dtype"),
+        "dtype": Level(),
+        "sigma": Level(),
+        "in_range": Level(),
+        "predicted": Estimand(NATS),
+        "measured": Estimand(NATS),
+        "ratio": Estimand(RATIO, "measured over predicted"),
+        "factor": Estimand(RATIO, "that the ratio may be away from 1 by, either way"),
+        "reading": VerdictField((CLOSES, OPEN, FAILS)),
+        "share": Estimand(RATIO, "of a run's KL, what rounding K and V is predicted to cause"),
+        "cast_share": Estimand(RATIO, "of a run's KL, what rounding K and V was measured to cause"),
+        "compared": Compared(),
+    }
+)
+# The codec's KL, and that of an error of the same size and random direction.
+STRUCTURE = Several(
+    {
+        "engine": Level(),
+        "stream": Level(),
+        "codec": Estimand(NATS),
+        "isotropic": Estimand(NATS),
+        "ratio": Estimand(RATIO),
+        "compared": Compared(),
+    }
+)
 
 
 # Whether roundings cost what the curves predict, and whether an error's direction matters, from ``metrics.json``.
@@ -125,10 +118,10 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 
 CHAPTER = Chapter(
     parts={
-        "noise": tuple[NoiseEntry, ...],
-        "noise_slope": tuple[SlopeEntry, ...],
-        "closure": tuple[ClosureEntry, ...],
-        "structure": tuple[StructureEntry, ...],
+        "noise": NOISE,
+        "noise_slope": SLOPE,
+        "closure": CLOSURE,
+        "structure": STRUCTURE,
     },
     entries=entries,
     sections={

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvlab.output.format import DASH, number, percent
+from kvlab.output.format import DASH, estimate, number, percent
 from kvlab_pipeline.studies.policy.record import FORESIGHT, PolicyArm, PolicyRecord, Prefill
-from kvlab_pipeline.studies.table import Table, estimate
+from kvlab_pipeline.studies.table import Table
 
 TITLE = "Which chunks a bounded pool should keep"
 ABOUT = """\

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
 
 import polars as pl
 
-from kvlab.core.recipe import Engine
 from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import marks
 from kvlab_pipeline.rendering.basis import METHODS, Basis
@@ -27,71 +25,61 @@ from kvlab_pipeline.rendering.figure import (
 from kvlab_pipeline.rendering.withheld import undecided
 from kvlab_pipeline.studies.baselines import LEVELS
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
-from kvlab_pipeline.studies.entries import Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.residual import tables
 from kvlab_pipeline.studies.residual.numbers import residual_entries
+from kvlab_pipeline.studies.tidy import (
+    BITS,
+    BYTES,
+    COUNT,
+    PROBABILITY,
+    RATIO,
+    SHARE,
+    WINDOWS,
+    By,
+    Estimand,
+    Level,
+    Several,
+    Single,
+)
 
-# The part ``residual`` of ``metrics.json``: the codec's own error on each engine's capture. No model runs.
-
-
-class Place(Entry):
-    """Which recipe, stream, and layer or group of layers."""
-
-    variance_ratio: float
-    stream: Literal["k", "v"]
-    group: Literal["layer", "coded", "all"]
-    layer: int | None
-    """Null for a group of layers."""
-    boundary: bool | None
-
-
-class RankShare(Entry):
-    """How many blocks kept a rank, and which part of all blocks they are."""
-
-    d_eff: int
-    blocks: int
-    share: Interval
-
-
-class ErrorEntry(Place):
-    """Relative squared errors, ranks, outliers and bytes on one engine's capture."""
-
-    engine: Engine
-    recipe_id: str
-    raw_error: Interval
-    whitened_error: Interval | None
-    d_eff: Interval
-    outlier_rate: Interval | None
-    bits_per_value: Interval
-    frame_bytes: Interval
-    d_eff_blocks: dict[str, int]
-    d_eff_shares: tuple[RankShare, ...] | None
-
-
-class RatioEntry(Place):
-    """The squared error on vLLM's capture over that on transformers', paired by window."""
-
-    measure: Literal["raw", "whitened"]
-    ratio: Interval | None
-    p_value: Annotated[float, PValue] | None
-    q_value: Annotated[float, PValue] | None
-    resolved: bool
-    windows_needed: int | None
-
-
-class Residual(Entry):
-    """Errors by layer, and the engines' against each other."""
-
-    origin: Engine
-    engines: tuple[Engine, ...]
-    windows: int
-    context: int
-    boundary_layers: tuple[int, ...]
-    recipes: dict[str, float]
-    """Recipe id -> variance ratio."""
-    rows: tuple[ErrorEntry, ...]
-    ratios: tuple[RatioEntry, ...]
+# The codec's own error on each engine's capture, by layer and by group of layers, and the engines' beside one another.
+PLACE = {
+    "variance_ratio": Level(),
+    "stream": Level(),
+    "group": Level("layer, coded (all but the boundary layers) or all"),
+    "layer": Level("null for a group of layers"),
+    "boundary": Level(),
+}
+RESIDUAL = Single(
+    {
+        "rows": Several(
+            {"engine": Level(), "recipe_id": Level()}
+            | PLACE
+            | {
+                "raw_error": Estimand(RATIO, "squared error over the squared deviation from the heads' means"),
+                "whitened_error": Estimand(RATIO, "the same, weighed by Sigma_q; null for V"),
+                "d_eff": Estimand(COUNT, "kept rank"),
+                "outlier_rate": Estimand(SHARE),
+                "bits_per_value": Estimand(BITS),
+                "frame_bytes": Estimand(BYTES, "of a window"),
+                "d_eff_blocks": By("rank", Estimand(COUNT, "blocks that kept this rank")),
+                "d_eff_shares": Several({"d_eff": Level(), "blocks": Estimand(COUNT), "share": Estimand(SHARE)}),
+            }
+        ),
+        "ratios": Several(
+            PLACE
+            | {
+                "measure": Level("of the error: raw or whitened"),
+                "ratio": Estimand(RATIO, "the squared error on vLLM's capture over that on transformers', by window"),
+                "p_value": Estimand(PROBABILITY),
+                "q_value": Estimand(PROBABILITY),
+                "resolved": Level("whether interval and q-value, of a group the p-value, both say so"),
+                "windows_needed": Estimand(WINDOWS),
+            }
+        ),
+    }
+)
 
 
 # The codec's own error layer by layer, and how many directions its blocks keep, on each engine's capture.
@@ -240,12 +228,18 @@ def entries(measured: ChapterInputs) -> dict:
 def context(metrics: dict, basis: Basis) -> dict:
     """What ``residual.md.j2`` names."""
     return {
-        "residual": tables.context(metrics.get("residual"), basis.confidence, METHODS, undecided(metrics) is not None)
+        "residual": tables.context(
+            metrics.get("residual"),
+            (metrics.get("identity") or {}).get("calibration_origin"),
+            basis.confidence,
+            METHODS,
+            undecided(metrics) is not None,
+        )
     }
 
 
 CHAPTER = Chapter(
-    parts={"residual": Residual},
+    parts={"residual": RESIDUAL},
     entries=entries,
     sections={
         "residual": PageSection(

@@ -238,12 +238,6 @@ def residual_entries(params: Params, paths: Sequence[Path], measured: Provenance
     found = read_residuals(params, paths, measured)
     groups = groups_of(params)
     return {
-        "origin": params.calibration.origin,
-        "engines": list(found),
-        "windows": coded_windows(params),
-        "context": params.windows.context,
-        "boundary_layers": list(params.codec.boundary_layers),
-        "recipes": {recipe.recipe_id: recipe.variance_ratio for recipe in recipes(params)},
         "rows": [
             row_entry(params, boot, one, recipe, stream, group)
             for one in found.values()

@@ -18,6 +18,11 @@ def place(row: dict) -> str:
     return f"{row['layer']}, boundary" if row["boundary"] else str(row["layer"])
 
 
+def engines_of(residual: dict) -> list[str]:
+    """Those whose capture was coded, in the plan's order."""
+    return list(dict.fromkeys(row["engine"] for row in residual["rows"]))
+
+
 def variance_ratios(residual: dict) -> list[float]:
     """Those that were coded, in the plan's order."""
     return list(dict.fromkeys(row["variance_ratio"] for row in residual["rows"]))
@@ -32,7 +37,7 @@ def errors(residual: dict) -> list[dict]:
         ``engine``, ``variance_ratio`` (text), ``table``.
     """
     found = []
-    for engine, ratio in product(residual["engines"], variance_ratios(residual)):
+    for engine, ratio in product(engines_of(residual), variance_ratios(residual)):
         rows = [row for row in residual["rows"] if (row["engine"], row["variance_ratio"]) == (engine, ratio)]
         found.append({"engine": engine, "variance_ratio": fmt.plain(ratio), "table": engine_errors(rows)})
     return found
@@ -146,7 +151,9 @@ def pooled(residual: dict, held: bool = False) -> str:
     return fmt.table(["stream", "error", "`variance_ratio`", LARGER, "reading"], lines)
 
 
-def context(residual: dict | None, confidence: float, methods: dict[str, str], held: bool = False) -> dict | None:
+def context(
+    residual: dict | None, origin: str | None, confidence: float, methods: dict[str, str], held: bool = False
+) -> dict | None:
     """Everything that ``residual.md.j2`` names; None when the study was not run.
 
     What compares engines may have been taken out of `residual`; see `kvlab_pipeline.rendering.withheld`.
@@ -154,11 +161,12 @@ def context(residual: dict | None, confidence: float, methods: dict[str, str], h
     if not residual:
         return None
     residual = {"ratios": []} | residual
+    engines = engines_of(residual)
     return {
-        "origin": residual["origin"],
-        "engines": residual["engines"],
-        "several": len(residual["engines"]) > 1,
-        "boundary": bool(residual["boundary_layers"]),
+        "origin": origin,
+        "engines": engines,
+        "several": len(engines) > 1,
+        "boundary": any(row["boundary"] for row in residual["rows"]),
         "errors": errors(residual),
         "ranks": ranks(residual),
         "ratios": ratios(residual, held),

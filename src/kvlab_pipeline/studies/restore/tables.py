@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-from kvlab.output.format import DASH, number, percent
+from kvlab.output.format import DASH, estimate, number, percent
 from kvlab_pipeline.studies.restore import promises
 from kvlab_pipeline.studies.restore.record import RestoreRecord, StorageResult, break_even
-from kvlab_pipeline.studies.table import Table, estimate
+from kvlab_pipeline.studies.table import Table
 
 TITLE = "Restoring a context from a snapshot"
 ABOUT = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from kvlab.output import format as fmt
-from kvlab.output.format import DASH, number, percent
+from kvlab.output.format import DASH, estimate, number, percent
 from kvlab_pipeline.rendering.figure import (
     DOWN,
     GREY,
@@ -22,7 +22,7 @@ from kvlab_pipeline.rendering.figure import (
     log_axis,
 )
 from kvlab_pipeline.rendering.parts import KL_UNIT
-from kvlab_pipeline.studies.table import Table, estimate
+from kvlab_pipeline.studies.table import Table
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, TradeoffsRecord
 
 __all__ = ["ABOUT", "TITLE", "figure", "tables"]
@@ -69,8 +69,9 @@ def conclusions(record: TradeoffsRecord) -> Table:
 def costs(record: TradeoffsRecord) -> Table:
     """Every arm."""
     text = (
-        f"{record.arms[0].kl.n} windows of {record.context} stored and {record.eval} scored tokens,"
-        f" {record.arms[0].found.n} needles in as many texts; intervals ({percent(record.confidence)}) are over windows"
+        f"{record.arms[0].kl.n_windows} windows of {record.context} stored and {record.eval} scored tokens,"
+        f" {record.arms[0].found.n_windows} needles in as many texts;"
+        f" intervals ({percent(record.confidence)}) are over windows"
         f" and over texts. Rounding to 16 bits alone costs KL {number(record.rounding.value)}, finds"
         f" {estimate(record.exact_found, 100)} % of the needles, takes"
         f" {number(record.full)} bytes for a token and reads {number(record.full_read / KIB)} KiB in a"
