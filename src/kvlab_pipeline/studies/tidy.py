@@ -71,7 +71,7 @@ class Sentences:
 
 
 Field = Any
-"""`Level`, `Estimand`, `VerdictField`, `Compared`, a dict of these by fixed keys, or rows: `Several`, `By`, `Single`."""
+"""`Level`, `Estimand`, `VerdictField`, `Compared`, a dict of these by fixed keys, or rows."""
 
 
 @dataclass(frozen=True)
