@@ -1,6 +1,6 @@
 """What tables of several studies share: how an effect is read, and records of scalar fields as Markdown tables.
 
-Nothing is computed here but units. A study's own tables are in its ``tables.py``.
+Nothing is computed here but units. A study's own tables are in its ``chapter.py``.
 """
 
 from __future__ import annotations

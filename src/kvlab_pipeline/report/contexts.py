@@ -9,7 +9,7 @@ from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import parts as tables
 from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.report import certified, claims, front, models
-from kvlab_pipeline.studies.cells.tables import name as cell_name
+from kvlab_pipeline.studies.cells.chapter import name as cell_name
 from kvlab_pipeline.studies.chapter import PageSection
 from kvlab_pipeline.studies.register import chapters
 

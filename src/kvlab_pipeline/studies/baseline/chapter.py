@@ -2,89 +2,17 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import polars as pl
 
-from kvlab.stats.equivalence import State
+from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import Figure
 from kvlab_pipeline.rendering.parts import KL_UNIT
-from kvlab_pipeline.studies.baseline.numbers import agreement_entry, baseline_entry, floor_entries, peer_entries
-from kvlab_pipeline.studies.baseline.tables import context
+from kvlab_pipeline.rendering.withheld import settling
+from kvlab_pipeline.studies.baseline.numbers import PARTS, agreement_entry, baseline_entry, floor_entries, peer_entries
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.estimates import claim
-from kvlab_pipeline.studies.tidy import (
-    COUNT,
-    NATS,
-    RATIO,
-    SHARE,
-    WINDOWS,
-    By,
-    Compared,
-    Estimand,
-    Level,
-    Sentences,
-    Several,
-    Single,
-    VerdictField,
-)
-
-# How far a run without a codec is from what it is compared with, on the same tokens.
-DISTANCE = {"kl": Estimand(NATS), "ppl_ratio": Estimand(RATIO), "top1_agreement": Estimand(SHARE)}
-FLOOR = Several(
-    {
-        "engine": Level(),
-        "run": Level("rerun: once more; identity_PROTOCOL: with a codec that changes nothing"),
-        "kl": Estimand(NATS, "of the engine to itself"),
-    }
-)
-# An engine as it is, against the float32 truth (transformers with sdpa attention).
-BASELINE = Several({"run": Level(), "engine": Level(), "dtype": Level(), "attention": Level()} | DISTANCE)
-# An engine as it is, against the other engine in the same dtype.
-PEERS = Several({"run": Level(), "against": Level(), "dtype": Level()} | DISTANCE)
-
-STATES = VerdictField(
-    get_args(State),
-    "equivalent only where whole intervals lie inside the bounds, differ where they lie outside, else open",
-)
-# The studied codec in float32 on both engines, under one protocol.
-CODED = {
-    "cross_kl": Estimand(NATS, "between the two engines, both coded"),
-    "jitter_kl": Estimand(NATS, "between transformers, coded, and itself with K and V moved by a rounding error"),
-    "beyond_jitter": Estimand(NATS, "cross_kl minus a multiple of jitter_kl"),
-    "beyond_band": Estimand(NATS, "cross_kl minus a part of the codec's own KL"),
-    "jitters": Estimand(
-        COUNT, "rounding errors of each window over which an engine's own KL is averaged, beside the one without"
-    ),
-    "hf_kl": Estimand(NATS),
-    "vllm_kl": Estimand(NATS),
-    "relative_difference": Estimand(
-        RATIO, "what the codec costs on vLLM over what it costs on transformers, minus one"
-    ),
-    "difference": Estimand(NATS, "what the codec costs on vLLM minus what it costs on transformers"),
-    "compared": Compared(),
-    "state": STATES,
-}
-# Whether the engines compute the same function in float32: an equivalence test.
-AGREEMENT = Single(
-    {
-        "identity": By("protocol", Estimand(NATS, "between the engines with a codec that changes nothing")),
-        "codec": By("protocol", CODED),
-        "state": STATES,
-        "windows_needed": Estimand(
-            WINDOWS, "at which nothing would be open, power 80 %, post hoc; null where nothing is, or none settles it"
-        ),
-        "bounds": {
-            "identity_kl": Estimand(NATS, "that the KL without a codec must be below"),
-            "relative": Estimand(
-                RATIO, "what the codec's KL may differ by, and what the KL between the coded runs may be, over its own"
-            ),
-            "jitter_multiple": Estimand(RATIO, "how many times jitter_kl the KL between the coded runs may be instead"),
-        },
-    }
-)
-
 
 # Without any codec: how far each engine and dtype is from the float32 truth.
 
@@ -154,14 +82,94 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
     ]
 
 
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def floor(rows: list[dict]) -> str:
+    """What each engine differs from itself by."""
+    names = sorted({row["run"] for row in rows})
+    found = {(row["engine"], row["run"]): row["kl"] for row in rows}
+    engines = dict.fromkeys(row["engine"] for row in rows)
+    lines = [[f"`{engine}`", *(fmt.estimate(found.get((engine, name))) for name in names)] for engine in engines]
+    return fmt.table(["engine", *(f"{name.replace('_', ' ', 1)}, {KL_UNIT}" for name in names)], lines)
+
+
+def distances(rows: list[dict], keys: tuple[str, ...] = ("engine", "dtype", "attention")) -> str:
+    """Uncompressed runs against the float32 truth, or against whatever `keys` say."""
+    lines = [
+        [
+            *(f"`{row[key]}`" for key in keys),
+            fmt.estimate(row["kl"]),
+            fmt.estimate(row["ppl_ratio"], 100, 1),
+            fmt.estimate(row["top1_agreement"], 100),
+        ]
+        for row in rows
+    ]
+    headers = [*keys, f"KL, {KL_UNIT}", "perplexity change, %", "same top token, %"]
+    return fmt.table(headers, lines)
+
+
+def peers(rows: list[dict]) -> str:
+    """Uncompressed runs of two engines in the same dtype, against each other."""
+    return distances(rows, ("run", "against", "dtype"))
+
+
+def agreement(given: dict) -> str:
+    """Float32 only: the identity cells across engines, and the codec cells measured on either engine."""
+    protocols = list(dict.fromkeys([*given["identity"], *given["codec"]]))
+    lines = []
+    for protocol in protocols:
+        coded = given["codec"].get(protocol) or {}
+        lines.append(
+            [
+                f"`{protocol}`",
+                fmt.estimate(given["identity"].get(protocol)),
+                fmt.estimate(coded.get("cross_kl")),
+                fmt.estimate(coded.get("jitter_kl")),
+                fmt.number(coded.get("hf_kl")),
+                fmt.number(coded.get("vllm_kl")),
+                fmt.estimate(coded.get("relative_difference"), 100),
+                coded.get("state", fmt.DASH),
+            ]
+        )
+    headers = ["protocol", "no codec: KL between engines", "codec: KL between engines"]
+    headers += ["codec: KL of `hf` to itself, jittered"]
+    headers += ["codec: KL on `hf`", "codec: KL on `vllm`", "difference, %", "reading"]
+    return fmt.table(headers, lines)
+
+
+def agreement_context(found: dict | None, why: list[str], basis: Basis) -> dict | None:
+    """The float32 check of the engines."""
+    if not found:
+        return None
+    estimates = [*found["identity"].values(), *(row["cross_kl"] for row in found["codec"].values())]
+    return {
+        "table": agreement(found),
+        "basis": basis(estimates),
+        "state": found["state"],
+        "why": why,
+        "needed": settling(found),
+        "bounds": {
+            "codec": fmt.percent(found["bounds"]["relative"]),
+            "jitter": fmt.plain(found["bounds"]["jitter_multiple"]),
+            "identity": fmt.plain(found["bounds"]["identity_kl"]),
+        },
+        "level": basis.level,
+    }
+
+
+def context(metrics: dict, basis: Basis) -> dict:
+    """What ``baseline.md.j2`` and ``agreement.md.j2`` name."""
+    return {
+        "baseline": basis.under(metrics.get("baseline"), distances, "kl"),
+        "peers": basis.under(metrics.get("baseline_peers"), peers, "kl"),
+        "floor": basis.under(metrics.get("floor"), floor, "kl"),
+        "agreement": agreement_context(metrics.get("agreement"), metrics.get("agreement_why") or [], basis),
+    }
+
+
 CHAPTER = Chapter(
-    parts={
-        "floor": FLOOR,
-        "baseline": BASELINE,
-        "baseline_peers": PEERS,
-        "agreement": AGREEMENT,
-        "agreement_why": Sentences("what differs or is open, or why the agreement is null: one engine was measured"),
-    },
+    parts=PARTS,
     entries=entries,
     sections={
         "baseline": PageSection(40, "Each engine and number format against the float32 truth"),

@@ -14,67 +14,7 @@ from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.rendering.withheld import settling, undecided
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
 from kvlab_pipeline.studies.estimates import claim
-from kvlab_pipeline.studies.factors.numbers import factors_entry, gap_entry, text_entries
-from kvlab_pipeline.studies.tidy import NATS, TOKENS, WINDOWS, By, Compared, Estimand, Level, Several, Single
-
-# A gap between two corners, divided among factors.
-CORNER = {name: Level() for name in ("engine", "protocol", "dtype", "variance_ratio", "origin")}
-SHARES = Several(
-    {
-        "factor": Level(),
-        "share": Estimand(NATS, "of the gap: its Shapley value; the shares add up to the gap exactly"),
-        "windows_needed": Estimand(
-            WINDOWS,
-            "at which the share would stand clear of zero, were it what it is; null where nothing is to be seen",
-        ),
-    }
-)
-ENDS = {"low": Estimand(NATS), "high": Estimand(NATS), "gap": Estimand(NATS)}
-DECOMPOSITION = {
-    "factors": Level("those that vary; the other levels of a corner are shared", name="varied"),
-    "dtype": Level(name="shared_dtype"),
-    "stream": Level(),
-    "low": CORNER,
-    "high": CORNER,
-    "measures": By(
-        "measure",
-        ENDS
-        | {
-            "parts": SHARES,
-            "interactions": Several(
-                {"factors": Level(), "effect": Estimand(NATS, "of two factors together beyond what each does alone")}
-            ),
-            "corners": Several(CORNER | {"value": Estimand(NATS)}),
-        },
-    ),
-    "compared": Compared(),
-}
-# Between the two published corners, and window by window, of which another model's differences are made.
-GAP = Single(
-    DECOMPOSITION
-    | {
-        "windows": Several(
-            {
-                "key": Level("digest of every window and position; equal keys are equal tokens"),
-                "window": Level(),
-                "document": Level("of the window, where that is known"),
-                "corner": Level("by number: bit i says whether factor i is high"),
-                "tokens": Estimand(TOKENS),
-                "kl": Estimand("nats", "the sum over the window's tokens"),
-            }
-        )
-    }
-)
-BY_TEXT = Several(
-    {
-        "text": Level("test is held out of the text that calibrates, other is of another domain"),
-        "source": Level(),
-        "factors": Level(name="varied"),
-        "compared": Compared(),
-        **ENDS,
-        "parts": SHARES,
-    }
-)
+from kvlab_pipeline.studies.factors.numbers import PARTS, factors_entry, gap_entry, text_entries
 
 # Tables of a gap between two corners and its shares, from ``gap`` and ``factors`` of ``metrics.json``.
 
@@ -361,7 +301,7 @@ def claims(part: dict | None, about: str) -> list[dict]:
     return found
 
 
-PARTS = {"gap": "of the gap", "factors": "over all factors"}
+WHOSE = {"gap": "of the gap", "factors": "over all factors"}
 
 
 def entries(measured: ChapterInputs) -> dict:
@@ -377,7 +317,7 @@ def entries(measured: ChapterInputs) -> dict:
 def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
     """The shares and the interactions, measure by measure."""
     found = []
-    for part, where in PARTS.items():
+    for part, where in WHOSE.items():
         for name, measure in sorted(((metrics.get(part) or {}).get("measures") or {}).items()):
             found.append((f"shares {where}, `{name}`", [row["share"] for row in measure["parts"]]))
             found.append((f"interactions {where}, `{name}`", [row["effect"] for row in measure["interactions"]]))
@@ -385,7 +325,7 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 
 
 CHAPTER = Chapter(
-    parts={"gap": GAP, "gap_by_text": BY_TEXT, "factors": Single(DECOMPOSITION)},
+    parts=PARTS,
     entries=entries,
     sections={
         "gap": PageSection(
@@ -398,7 +338,7 @@ CHAPTER = Chapter(
         ),
     },
     context=context,
-    claims=lambda metrics: [claim for part in PARTS for claim in claims(metrics.get(part), part)],
+    claims=lambda metrics: [claim for part in WHOSE for claim in claims(metrics.get(part), part)],
     figures={"gap_shapley": Drawn(gap_shapley_table, gap_shapley)},
     limits=limits,
 )

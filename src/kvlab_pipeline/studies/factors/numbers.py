@@ -14,6 +14,73 @@ from kvlab_pipeline.studies.baselines import LEVELS, corner_cell
 from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.measured import Measured, Results
+from kvlab_pipeline.studies.tidy import NATS, TOKENS, WINDOWS, By, Compared, Estimand, Level, Several, Single
+
+# A gap between two corners, divided among factors.
+CORNER = {name: Level() for name in ("engine", "protocol", "dtype", "variance_ratio", "origin")}
+
+SHARES = Several(
+    {
+        "factor": Level(),
+        "share": Estimand(NATS, "of the gap: its Shapley value; the shares add up to the gap exactly"),
+        "windows_needed": Estimand(
+            WINDOWS,
+            "at which the share would stand clear of zero, were it what it is; null where nothing is to be seen",
+        ),
+    }
+)
+
+ENDS = {"low": Estimand(NATS), "high": Estimand(NATS), "gap": Estimand(NATS)}
+
+DECOMPOSITION = {
+    "factors": Level("those that vary; the other levels of a corner are shared", name="varied"),
+    "dtype": Level(name="shared_dtype"),
+    "stream": Level(),
+    "low": CORNER,
+    "high": CORNER,
+    "measures": By(
+        "measure",
+        ENDS
+        | {
+            "parts": SHARES,
+            "interactions": Several(
+                {"factors": Level(), "effect": Estimand(NATS, "of two factors together beyond what each does alone")}
+            ),
+            "corners": Several(CORNER | {"value": Estimand(NATS)}),
+        },
+    ),
+    "compared": Compared(),
+}
+
+# Between the two published corners, and window by window, of which another model's differences are made.
+GAP = Single(
+    DECOMPOSITION
+    | {
+        "windows": Several(
+            {
+                "key": Level("digest of every window and position; equal keys are equal tokens"),
+                "window": Level(),
+                "document": Level("of the window, where that is known"),
+                "corner": Level("by number: bit i says whether factor i is high"),
+                "tokens": Estimand(TOKENS),
+                "kl": Estimand("nats", "the sum over the window's tokens"),
+            }
+        )
+    }
+)
+
+BY_TEXT = Several(
+    {
+        "text": Level("test is held out of the text that calibrates, other is of another domain"),
+        "source": Level(),
+        "factors": Level(name="varied"),
+        "compared": Compared(),
+        **ENDS,
+        "parts": SHARES,
+    }
+)
+
+PARTS = {"gap": GAP, "gap_by_text": BY_TEXT, "factors": Single(DECOMPOSITION)}
 
 QUANTITIES = ("kl", "delta_nll")
 

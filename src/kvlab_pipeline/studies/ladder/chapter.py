@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from itertools import groupby
+
 import polars as pl
 
 from kvlab.core.errors import MissingResult
 from kvlab.output import format as fmt
+from kvlab.output.markdown import code
+from kvlab.output.rendering import listing
 from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import (
     DOWN,
     GREY,
@@ -22,136 +28,13 @@ from kvlab_pipeline.rendering.figure import (
     log_axis,
     shape_of,
 )
-from kvlab_pipeline.rendering.parts import KL_UNIT
+from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.ladder.beyond import further_entries
-from kvlab_pipeline.studies.ladder.numbers import ladder_entries, rungs_of
+from kvlab_pipeline.studies.ladder.numbers import PARTS, ladder_entries, rungs_of
 from kvlab_pipeline.studies.ladder.record import read_facts
 from kvlab_pipeline.studies.ladder.state import gain_entries, refuse_other, state_entries
-from kvlab_pipeline.studies.ladder.tables import TEXTS, context, plain_rows
-from kvlab_pipeline.studies.tidy import (
-    BITS,
-    BYTES,
-    COUNT,
-    DECIBELS,
-    NATS,
-    RATIO,
-    SHARE,
-    TOKENS,
-    Compared,
-    Estimand,
-    Level,
-    Several,
-)
-
-TEXT = {"text": Level("test is held out of the text that calibrates, other is of another domain")}
-# One codec at one setting on one text, over every layer's K and V, in float32.
-LADDER = Several(
-    TEXT
-    | {
-        "label": Level(),
-        "codec": Level("the family: rungs of one codec are no rivals of each other"),
-        "whole": Level("whether it codes finished caches alone: it is held against all, and is no rival of others"),
-        "protocol": Level(),
-        "span": Level(),
-        "cell_id": Level(),
-        "recipe_id": Level(),
-        "calibrated": Level("whether the codec reads anything that was fitted to text"),
-        "bits_per_value": Estimand(
-            BITS, "every byte written for the context, also for tokens that a recipe keeps as they are; no calibration"
-        ),
-        "kl": Estimand(NATS),
-        "top1_agreement": Estimand(SHARE),
-        # Of the scored tokens that lie from `first` to `last` tokens after the end of the context.
-        "by_offset": Several({"first": Level(), "last": Level(), "kl": Estimand(NATS)}),
-        "rival": Level(
-            "the rung of another codec with the least KL among those that store no more, or, of one that is whole, that"
-            " fit the same half bit; null where there is none"
-        ),
-        "difference": Estimand(NATS, "KL minus the rival's, on the same tokens"),
-        "compared": Compared(),
-    }
-)
-# Which rung to use on one text at up to so many bits per value.
-ANSWERS = Several(
-    TEXT
-    | {
-        "whole": Level("of all rungs, for a cache that is kept; else of those that a model can run with"),
-        "at_most": Level("bits per value"),
-        "label": Level(),
-        "bits_per_value": Estimand(BITS),
-        "kl": Estimand(NATS),
-        "tried": Estimand(COUNT, "rungs that store no more than at_most"),
-        "ties": Level("those whose KL is not told from its: intervals of all differences hold together"),
-    }
-)
-# `klt` with a part taken out, on one text, on the windows that it and its counterpart both score.
-ABLATION = Several(
-    TEXT
-    | {
-        "label": Level(),
-        "against": Level(),
-        "cell_id": Level(),
-        "bits_per_value": Estimand(BITS),
-        "kl": Estimand(NATS),
-        "difference": Estimand(NATS, "KL minus that of against"),
-        "times": Estimand(RATIO, "KL over that of against"),
-        "compared": Compared(),
-    }
-)
-# What a rung's cache takes with its calibration and its exact tokens.
-STATE = Several(
-    {
-        "label": Level(),
-        "recipe_id": Level(),
-        "text": Level("on which it is set beside instead"),
-        "rate": Estimand(BITS, "of a coded token"),
-        "exact_tokens": Estimand(
-            TOKENS,
-            "kept in 16 bits: the recipe's, and under snapshot those between context and scored token",
-        ),
-        "whole_bytes": Estimand(BYTES, "the whole calibration as a file"),
-        "decoder_bytes": Estimand(BYTES, "the part of it that decodes"),
-        "resident_bytes": Estimand(BYTES, "what its codecs hold in memory, which at counts"),
-        "at": Several({"tokens": Level(), "bits_per_value": Estimand(BITS, "of a whole cache of so many tokens")}),
-        "even_with_bfloat16": Estimand(TOKENS, "from which on it stores no more than 16 bits a value; null for never"),
-        "instead": Level(
-            "of a calibrated rung: of those without calibration and no more KL the one that stores least; null for none"
-        ),
-        "even_with_instead": Estimand(TOKENS, "from which on it stores no more than that one"),
-    }
-)
-# Coding gain of K or of V, the mean over layers and KV heads; 6.02 dB are one bit per value.
-GAIN = Several(
-    TEXT
-    | {
-        "stream": Level(),
-        "tokens": Level("all; later leaves the first token of each window out, where attention sinks are"),
-        "over_even": Estimand(DECIBELS, "over as many bits for every dimension of the metric's own frame"),
-        "over_plain": Estimand(DECIBELS, "over as many bits for every dimension of the values as they are"),
-        "fitted_over_even": Estimand(DECIBELS, "the same by the calibration's own moments, all tokens"),
-        "fitted_over_plain": Estimand(DECIBELS),
-    }
-)
-# A codec at a longer context, or `klt` fitted on a part of the calibration, on one text.
-FURTHER = Several(
-    {"what": Level("growth or context")}
-    | TEXT
-    | {
-        "label": Level(),
-        "context": Level(),
-        "calibration_tokens": Level(),
-        "bits_per_value": Estimand(BITS),
-        "kl": Estimand(NATS),
-        "top1_agreement": Estimand(SHARE),
-        "against": Level(
-            "growth: the same codec with the whole calibration; context: the first codec there; null for that one"
-        ),
-        "times": Estimand(RATIO, "KL over that of against, on the same tokens"),
-    }
-)
-
 
 # What every codec costs at the bits that it stores.
 
@@ -270,15 +153,295 @@ def entries(measured: ChapterInputs) -> dict[str, list[dict]]:
     }
 
 
+# ---------------------------------------------------------------------------------------------- tables
+
+TEXTS = {"test": "text held out of the calibration's", "other": "text of another domain"}
+PLAIN = ("snapshot", "context")
+FORWARD = (PLAIN, ("in_forward", "context"), ("in_forward", "window"))
+TOLD = (8192, 131072)  # tokens of a cache whose bits stand beside a rung's own
+DECIBELS = 20 * math.log10(2)  # of one bit per value
+
+
+def plain_rows(metrics: dict) -> list[dict]:
+    """The rungs over the coded clean cache, which all codecs have."""
+    return [row for row in metrics.get("ladder") or [] if (row["protocol"], row["span"]) == PLAIN]
+
+
+def named(text: str, metrics: dict) -> str:
+    """A text by its name in params.yaml, and what it is."""
+    corpus = (metrics.get("settings") or {}).get("corpus") or {}
+    name = corpus.get("other" if text == "other" else "source")
+    return f"{code(name)}, {TEXTS[text]}" if name else TEXTS[text]
+
+
+def model(metrics: dict) -> str:
+    """The model by the name of its results."""
+    slug = (metrics.get("identity") or {}).get("slug")
+    return f"`{slug}`" if slug else "this model"
+
+
+def context(metrics: dict, basis: Basis) -> dict:
+    """What ``ladder.md.j2`` names."""
+    rows = plain_rows(metrics)
+    if not rows:
+        return {"ladder": None}
+    answers = metrics.get("ladder_answers") or []
+    use, keep = ([row for row in answers if row["whole"] == whole] for whole in (False, True))
+    whole = dict.fromkeys(code(row["codec"]) for row in rows if row["whole"])
+    return {
+        "ladder": {
+            "use": [sentence(limit, list(found), metrics) for limit, found in by_limit(use)],
+            "keep": [sentence(limit, list(found), metrics) for limit, found in by_limit(keep)],
+            "whole": listing(whole) if whole else None,
+            "tried": fmt.span(row["tried"] for row in answers) if answers else None,
+            "gain": gain_sentence(metrics),
+            "ablations": ablations(metrics),
+            "forward": forward(metrics),
+            "growth": further(metrics, "growth"),
+            "contexts": further(metrics, "context"),
+            "gains": gains(metrics) if metrics.get("ladder_gain") else None,
+            "state": states(metrics["ladder_state"]) if metrics.get("ladder_state") else None,
+            "groups": [
+                {"text": named(text, metrics), "table": table(list(found)), "offsets": offsets(list(found))}
+                for text, found in by_text(rows)
+            ],
+            "basis": basis([row["kl"] for row in rows]),
+        }
+    }
+
+
+def by_text(rows: list[dict]) -> list[tuple[str, list[dict]]]:
+    """Rows by their text, in the order given."""
+    return [(text, [row for row in rows if row["text"] == text]) for text in dict.fromkeys(row["text"] for row in rows)]
+
+
+def by_limit(answers: list[dict]) -> list[tuple[float, list[dict]]]:
+    """Answers by how many bits they may take, fewest first."""
+    ordered = sorted(answers, key=lambda row: row["at_most"])
+    return [(limit, list(found)) for limit, found in groupby(ordered, key=lambda row: row["at_most"])]
+
+
+def sentence(limit: float, answers: list[dict], metrics: dict) -> str:
+    """What to use on this model at up to so many bits; text by text where the texts do not agree."""
+    wholes = whole_bits(metrics)
+    head = f"On {model(metrics)}, at up to {fmt.plain(limit)} bits per value"
+    if len({row["label"] for row in answers}) == 1:
+        first = answers[0]
+        costs = listing([f"{fmt.estimate(row['kl'])} on {TEXTS[row['text']]}" for row in answers])
+        open_ = "; ".join(f"on {TEXTS[row['text']]} {untold(row)}" for row in answers if row["ties"])
+        told = f" ({open_})" if open_ else ""
+        return f"{head}, use **{first['label']}**: {stored(first, wholes)}, KL {costs}{told}."
+    each = [
+        f"on {TEXTS[row['text']]} use **{row['label']}** ({stored(row, wholes)},"
+        f" KL {fmt.estimate(row['kl'])}{'; ' + untold(row) if row['ties'] else ''})"
+        for row in answers
+    ]
+    return f"{head}, {', and '.join(each)}."
+
+
+def whole_bits(metrics: dict) -> dict[str, dict[int, float]]:
+    """Bits per value by rung and tokens of a cache, calibration and exact tokens counted."""
+    return {
+        row["label"]: {at["tokens"]: at["bits_per_value"] for at in row["at"]}
+        for row in metrics.get("ladder_state") or []
+    }
+
+
+def stored(row: dict, wholes: dict[str, dict[int, float]]) -> str:
+    """The bits of a rung, and those of whole caches beside them."""
+    own, at = f"{fmt.number(row['bits_per_value'])} bits", wholes.get(row["label"])
+    if not at:
+        return own
+    told = listing([f"{fmt.number(at[tokens])} in all at {length(tokens)}" for tokens in TOLD])
+    return f"{own} ({told})"
+
+
+def length(tokens: int) -> str:
+    """So many tokens in words."""
+    return f"{tokens // 1024} k tokens"
+
+
+def untold(row: dict) -> str:
+    """The rungs that may be as good."""
+    return f"not told from {listing([f'`{label}`' for label in row['ties']])}"
+
+
+def table(rows: list[dict]) -> str:
+    """Every rung on one text, fewest bits first."""
+    lines = [
+        [
+            f"`{row['label']}`",
+            "yes" if row["calibrated"] else "no",
+            fmt.number(row["bits_per_value"]),
+            fmt.estimate(row["kl"]),
+            fmt.estimate(row["top1_agreement"], 100),
+            f"`{row['rival']}`" if row["rival"] else fmt.DASH,
+            fmt.estimate(row["difference"], signed=True),
+            reading(resolution(row["difference"])) if row["difference"] else fmt.DASH,
+        ]
+        for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl"]["value"]))
+    ]
+    headers = [
+        "rung",
+        "calibrated",
+        "bits per value",
+        f"KL, {KL_UNIT}",
+        "same top token, %",
+        "best rival at no more bits",
+    ]
+    return fmt.table([*headers, f"minus the rival, {KL_UNIT}", "reading"], lines)
+
+
+def offsets(rows: list[dict]) -> str | None:
+    """KL by how far after the coded context a token lies, every rung on one text."""
+    bins = list(dict.fromkeys((one["first"], one["last"]) for row in rows for one in row["by_offset"]))
+    if len(bins) < 2:
+        return None
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl"]["value"])):
+        found = {(one["first"], one["last"]): one["kl"] for one in row["by_offset"]}
+        lines.append([f"`{row['label']}`", *(fmt.estimate(found.get(one)) for one in bins)])
+    return fmt.table(["rung", *(f"{first} to {last}" for first, last in bins)], lines)
+
+
+def states(rows: list[dict]) -> str:
+    """Bits of whole caches, fewest at the longest first."""
+    lengths = [at["tokens"] for at in rows[0]["at"]]
+    lines = [
+        [
+            f"`{row['label']}`",
+            fmt.number(row["rate"]),
+            fmt.number(row["resident_bytes"] or None),
+            fmt.plain(row["exact_tokens"]),
+            *(fmt.number(at["bits_per_value"]) for at in row["at"]),
+            tokens_from(row["even_with_bfloat16"]),
+            f"`{row['instead']}`" if row["instead"] else fmt.DASH,
+            tokens_from(row["even_with_instead"]) if row["instead"] else fmt.DASH,
+        ]
+        for row in sorted(rows, key=lambda row: row["at"][-1]["bits_per_value"])
+    ]
+    headers = [
+        "rung",
+        "bits of a coded value",
+        "bytes of tables in memory",
+        "exact tokens",
+        *(f"bits at {length(n)}" for n in lengths),
+    ]
+    return fmt.table([*headers, "beats bfloat16 from", "no worse without calibration", "beats it from"], lines)
+
+
+def tokens_from(even: float | None) -> str:
+    """From how many tokens on."""
+    return "never" if even is None else f"{math.ceil(even)} tokens" if even else "the first token"
+
+
+def gain_sentence(metrics: dict) -> str | None:
+    """How much any transform can gain on this model, on the text that the calibration does not know best."""
+    rows = [row for row in metrics.get("ladder_gain") or [] if row["tokens"] == "later"]
+    if not rows:
+        return None
+    text = "other" if any(row["text"] == "other" for row in rows) else rows[0]["text"]
+    told = [
+        f"{fmt.estimate(row['over_even'])} dB of {row['stream'].upper()}"
+        f" ({fmt.number(row['over_even']['value'] / DECIBELS, 2)} bits per value)"
+        for row in rows
+        if row["text"] == text
+    ]
+    return (
+        f"The coding gain on {model(metrics)}, which any calibrated transform has over equal bits, is {listing(told)}"
+        f" on {TEXTS[text]}, the first token aside: what `klt` is beside codecs without a transform is a fact about"
+        " this model."
+    )
+
+
+def gains(metrics: dict) -> str:
+    """Coding gain by text, stream and tokens."""
+    lines = [
+        [
+            named(row["text"], metrics),
+            row["stream"].upper(),
+            {"all": "all", "later": "all but the first"}[row["tokens"]],
+            fmt.estimate(row["over_even"]),
+            fmt.number(row["over_even"]["value"] / DECIBELS, 2),
+            fmt.estimate(row["over_plain"]),
+            fmt.number(row["over_plain"]["value"] / DECIBELS, 2),
+            fmt.number(row["fitted_over_even"]),
+        ]
+        for row in metrics["ladder_gain"]
+    ]
+    headers = [
+        "text",
+        "stream",
+        "tokens",
+        "over equal bits in the metric, dB",
+        "bits",
+        "over equal bits on plain values, dB",
+    ]
+    return fmt.table([*headers, "bits", "by the calibration's own moments, dB"], lines)
+
+
+def ablations(metrics: dict) -> str | None:
+    """`klt` less each part, by text."""
+    lines = [
+        [
+            f"`{row['label']}`",
+            named(row["text"], metrics),
+            fmt.number(row["bits_per_value"]),
+            fmt.estimate(row["kl"]),
+            f"`{row['against']}`",
+            fmt.estimate(row["times"]),
+            fmt.estimate(row["difference"], signed=True),
+            reading(resolution(row["difference"])),
+        ]
+        for row in metrics.get("ladder_ablation") or []
+    ]
+    headers = ["rung", "text", "bits per value", f"KL, {KL_UNIT}", "held against", "KL over its", "minus it", "reading"]
+    return fmt.table(headers, lines) if lines else None
+
+
+def forward(metrics: dict) -> str | None:
+    """The rungs that are measured inside the one forward too, beside themselves over the clean cache, by text."""
+    rows = metrics.get("ladder") or []
+    inside = {(row["text"], row["label"]): row for row in rows if row["protocol"] == "in_forward"}
+    lines = []
+    for text, label in inside:
+        found = {(row["protocol"], row["span"]): row for row in rows if (row["text"], row["label"]) == (text, label)}
+        kls = [fmt.estimate(found[place]["kl"]) if place in found else fmt.DASH for place in FORWARD]
+        lines.append([f"`{label}`", named(text, metrics), *kls])
+    headers = ["rung", "text", "over the clean cache", "inside the forward, context", "inside, scored tokens too"]
+    return fmt.table(headers, lines) if lines else None
+
+
+def further(metrics: dict, what: str) -> str | None:
+    """`klt` on parts of the calibration (``growth``), or codecs at longer contexts (``context``)."""
+    lines = [
+        [
+            f"`{row['label']}`",
+            named(row["text"], metrics),
+            fmt.number(row["calibration_tokens" if what == "growth" else "context"]),
+            fmt.number(row["bits_per_value"]),
+            fmt.estimate(row["kl"]),
+            fmt.estimate(row["top1_agreement"], 100),
+            fmt.estimate(row["times"]),
+        ]
+        for row in metrics.get("ladder_further") or []
+        if row["what"] == what
+    ]
+    size, other = {"growth": ("tokens of calibration", "all of it"), "context": ("coded tokens", "the first")}[what]
+    headers = [
+        "rung",
+        "text",
+        size,
+        "bits per value",
+        f"KL, {KL_UNIT}",
+        "same top token, %",
+        f"KL over that of {other}",
+    ]
+    return fmt.table(headers, lines) if lines else None
+
+
 CHAPTER = Chapter(
-    parts={
-        "ladder": LADDER,
-        "ladder_answers": ANSWERS,
-        "ladder_ablation": ABLATION,
-        "ladder_state": STATE,
-        "ladder_gain": GAIN,
-        "ladder_further": FURTHER,
-    },
+    parts=PARTS,
     entries=entries,
     sections={"ladder": PageSection(5, "Which codec to use at how many bits", asks="codecs beside one another")},
     context=context,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import polars as pl
 
 from kvlab.output import format as fmt
@@ -19,50 +21,10 @@ from kvlab_pipeline.rendering.figure import (
     shape_of,
     whole_axis,
 )
-from kvlab_pipeline.rendering.parts import KL_UNIT
+from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.estimates import claim
-from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries
-from kvlab_pipeline.studies.layers.tables import KINDS, NAMES, context
-from kvlab_pipeline.studies.tidy import BITS, NATS, PROBABILITY, RATIO, Compared, Estimand, Level, Several
-
-# Single layers, and whether their costs add up.
-LAYERS = Several(
-    {
-        "engine": Level(),
-        "protocol": Level(),
-        "stream": Level(),
-        "kind": Level("only: this layer and nothing else is coded; but: all layers, minus all layers without this one"),
-        "layer": Level(),
-        "boundary": Level(),
-        "label": Level(),
-        "cell_id": Level(),
-        "kl": Estimand(NATS, "net of the identity cell's"),
-        "p_value": Estimand(PROBABILITY),
-        "q_value": Estimand(
-            PROBABILITY, "corrected for the layers of one engine, protocol, stream and kind (Benjamini and Hochberg)"
-        ),
-        "q_stands_out": Estimand(
-            PROBABILITY, "of the layer's cost against the mean over layers; null where there is one layer"
-        ),
-        "bits_per_value": Estimand(BITS),
-    }
-)
-ADDITIVITY = Several(
-    {
-        "engine": Level(),
-        "protocol": Level(),
-        "stream": Level(),
-        "parts": Level("what is added up: layers, or streams"),
-        "joint": Estimand(NATS),
-        "sum": Estimand(NATS),
-        "ratio": Estimand(RATIO, "joint over sum; null where the sum cannot be told from zero"),
-        "interaction": Estimand(NATS, "joint minus sum"),
-        "left_out_sum": Estimand(NATS),
-        "boundary_excess": Estimand(NATS, "what a boundary layer costs alone minus what another layer does"),
-        "compared": Compared(),
-    }
-)
+from kvlab_pipeline.studies.layers.numbers import PARTS, additivity_entries, layer_entries
 
 # What each layer's K and V cost, alone and left out, and which of them can be told from zero.
 
@@ -189,8 +151,116 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
     ]
 
 
+# ---------------------------------------------------------------------------------------------- tables
+
+MARK = "†"  # put after what is told from zero after the correction for many layers
+APART = "‡"  # put after what is told from the mean of the layers, after the same correction
+KINDS = {"only": "alone", "but": "left out"}
+PRICED = {"k": "each layer's K", "v": "each layer's V", "kv": "K and V of each layer at once"}
+NAMES = {"k": "K", "v": "V", "kv": "K and V"}
+
+
+def by_place(rows: list[dict], alpha: float) -> list[dict]:
+    """One table per engine and protocol: ``[{"engine", "protocol", "table"}]``."""
+    places = dict.fromkeys((row["engine"], row["protocol"]) for row in rows)
+    return [
+        {
+            "engine": engine,
+            "protocol": protocol,
+            "table": costs([row for row in rows if (row["engine"], row["protocol"]) == (engine, protocol)], alpha),
+        }
+        for engine, protocol in places
+    ]
+
+
+def costs(rows: list[dict], alpha: float) -> str:
+    """One line per layer: what its K and its V cost alone, and left out."""
+    found = {(row["layer"], row["kind"], row["stream"]): row for row in rows}
+    columns = list(dict.fromkeys((kind, row["stream"]) for kind in KINDS for row in rows if row["kind"] == kind))
+    boundary = {row["layer"]: row["boundary"] for row in rows}
+    lines = [
+        [named(layer, boundary[layer]), *(cost(found.get((layer, *column)), alpha) for column in columns)]
+        for layer in sorted(boundary)
+    ]
+    return fmt.table(["layer", *(f"{NAMES[stream]} {KINDS[kind]}" for kind, stream in columns)], lines)
+
+
+def named(layer: int, boundary: bool) -> str:
+    """A layer's number, boundary layers named."""
+    return f"{layer}, boundary" if boundary else str(layer)
+
+
+def cost(row: dict | None, alpha: float) -> str:
+    """A layer's cost, marked when it is told from zero, and when it is told from the mean of the layers."""
+    if row is None:
+        return fmt.DASH
+    tested = {MARK: row["q_value"], APART: row["q_stands_out"]}
+    marks = [mark for mark, q in tested.items() if q is not None and q <= alpha]
+    return " ".join([fmt.estimate(row["kl"]), *marks])
+
+
+def additivity(rows: list[dict]) -> str:
+    """What is coded together against the sum of its parts."""
+    lines = [
+        [
+            f"`{row['engine']}`",
+            f"`{row['protocol']}`",
+            NAMES[row["stream"]] if row["parts"] == "streams" else f"the layers of {NAMES[row['stream']]}",
+            *(fmt.estimate(row[key]) for key in ("joint", "sum", "left_out_sum", "ratio", "interaction")),
+            reading(resolution(row["interaction"])),
+        ]
+        for row in rows
+    ]
+    headers = ["engine", "protocol", "parts", "together", "alone, added up", "left out, added up"]
+    return fmt.table([*headers, "ratio to alone", "together minus alone", "reading"], lines)
+
+
+def boundary(rows: list[dict]) -> str | None:
+    """What a boundary layer costs beside another; None where no layer is one, or all are."""
+    lines = [
+        [
+            f"`{row['engine']}`",
+            f"`{row['protocol']}`",
+            NAMES[row["stream"]],
+            fmt.estimate(row["boundary_excess"], signed=True),
+            reading(resolution(row["boundary_excess"])),
+        ]
+        for row in rows
+        if row["boundary_excess"]
+    ]
+    headers = ["engine", "protocol", "stream", f"boundary minus other layer, {KL_UNIT}", "reading"]
+    return fmt.table(headers, lines) if lines else None
+
+
+def context(metrics: dict, basis: Callable[[list[dict]], str]) -> dict | None:
+    """Everything that ``layers.md.j2`` names under ``layers``; None when the study was not run.
+
+    Parameters
+    ----------
+    metrics : dict
+    basis : callable
+        From Estimates to the line under their table.
+    """
+    rows, sums = metrics.get("layers"), metrics.get("additivity")
+    if not rows:
+        return None
+    return {
+        "priced": " and ".join(PRICED[stream] for stream in dict.fromkeys(row["stream"] for row in rows)),
+        "groups": by_place(rows, round(1 - metrics["sizes"]["confidence"], 9)),
+        "mark": MARK,
+        "apart": APART if any(row["q_stands_out"] is not None for row in rows) else None,
+        "left_out": any(row["kind"] == "but" for row in rows),
+        "boundary_layers": any(row["boundary"] for row in rows),
+        "basis": basis([row["kl"] for row in rows]),
+        "additivity": additivity(sums) if sums else None,
+        "streams": any(row["parts"] == "streams" for row in sums or []),
+        "additivity_basis": basis([row["interaction"] for row in sums or []]),
+        "boundary": boundary(sums or []),
+    }
+
+
 CHAPTER = Chapter(
-    parts={"layers": LAYERS, "additivity": ADDITIVITY},
+    parts=PARTS,
     entries=entries,
     sections={
         "layers": PageSection(70, "What each layer costs alone and on top of the others", asks="whether layers add up")

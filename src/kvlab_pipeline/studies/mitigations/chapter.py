@@ -14,66 +14,8 @@ from kvlab_pipeline.rendering.figure import INK, Axis, Figure, LegendKey, Line, 
 from kvlab_pipeline.rendering.parts import KL_UNIT, not_resolved
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
 from kvlab_pipeline.studies.estimates import claim
-from kvlab_pipeline.studies.mitigations.numbers import mitigation_entries
+from kvlab_pipeline.studies.mitigations.numbers import PARTS, mitigation_entries
 from kvlab_pipeline.studies.mitigations.plan import read_choice
-from kvlab_pipeline.studies.tidy import BITS, NATS, RATIO, SHARE, WINDOWS, Compared, Estimand, Level, Several, Single
-
-# Ways to spend bytes beside uniform spending of as many.
-PANEL = {"engine": Level(), "protocol": Level(), "arm": Level()}
-MITIGATIONS = Single(
-    {
-        # How the favoured layers were found on the calibration split.
-        "choice": Single(
-            {
-                "engine": Level(),
-                "dtype": Level(),
-                "protocol": Level(),
-                "search_id": Level(),
-                "windows": Estimand(WINDOWS),
-                "budget": Estimand(BITS, "that uncoded layers were allowed to bring the whole cache to"),
-                "searches": Several(
-                    {
-                        "search": Level(),
-                        "step": Level(),
-                        "layers": Level("those that are favoured"),
-                        "kl": Estimand(NATS),
-                        "bits_per_value": Estimand(BITS),
-                    }
-                ),
-            }
-        ),
-        "arms": Several(
-            PANEL
-            | {
-                "cell_id": Level(),
-                "layers": Level("those that are favoured"),
-                "bits_per_value": Estimand(BITS),
-                "kl": Estimand(NATS),
-                "kl_net": Estimand(NATS),
-                "delta_nll": Estimand(NATS),
-            }
-        ),
-        "comparisons": Several(
-            PANEL
-            | {
-                "layers": Level("those that are favoured"),
-                "against": Level(),
-                "beyond": Level("above or below: where the arm takes more or fewer bytes than any uniform spending"),
-                "same": Level("whether both are one cell"),
-                "bits_per_value": Estimand(BITS),
-                "against_bits_per_value": Estimand(BITS),
-                "difference": Estimand(NATS),
-                "log_ratio": Estimand("logarithm"),
-                "ratio": Estimand(RATIO),
-                "windows_needed": Estimand(WINDOWS),
-                "compared": Compared(),
-            }
-        ),
-        # By how much an arm lowers KL on the split that chose it, and on the test split.
-        "generalises": Several({"arm": Level(), "layers": Level(), "calib": Estimand(SHARE), "test": Estimand(SHARE)}),
-    }
-)
-
 
 # KL against bytes: uniform spending as a curve, and what favouring layers makes of as many.
 
@@ -187,7 +129,7 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 
 
 CHAPTER = Chapter(
-    parts={"mitigations": MITIGATIONS},
+    parts=PARTS,
     entries=entries,
     sections={"mitigations": PageSection(100, "Where bytes are best spent", asks="ways to spend bytes")},
     context=lambda metrics, basis: {"mitigations": mitigations_context(metrics, basis)},
