@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import Figure
 from kvlab_pipeline.rendering.parts import KL_UNIT
@@ -87,26 +89,22 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 
 def floor(rows: list[dict]) -> str:
     """What each engine differs from itself by."""
-    names = sorted({row["run"] for row in rows})
     found = {(row["engine"], row["run"]): row["kl"] for row in rows}
-    engines = dict.fromkeys(row["engine"] for row in rows)
-    lines = [[f"`{engine}`", *(fmt.estimate(found.get((engine, name))) for name in names)] for engine in engines]
-    return fmt.table(["engine", *(f"{name.replace('_', ' ', 1)}, {KL_UNIT}" for name in names)], lines)
+    columns = {
+        f"{run.replace('_', ' ', 1)}, {KL_UNIT}": lambda engine, run=run: fmt.estimate(found.get((engine, run)))
+        for run in sorted({run for _, run in found})
+    }
+    return tables.table(dict.fromkeys(engine for engine, _ in found), {"engine": "`{}`".format} | columns)
 
 
 def distances(rows: list[dict], keys: tuple[str, ...] = ("engine", "dtype", "attention")) -> str:
     """Uncompressed runs against the float32 truth, or against whatever `keys` say."""
-    lines = [
-        [
-            *(f"`{row[key]}`" for key in keys),
-            fmt.estimate(row["kl"]),
-            fmt.estimate(row["ppl_ratio"], 100, 1),
-            fmt.estimate(row["top1_agreement"], 100),
-        ]
-        for row in rows
-    ]
-    headers = [*keys, f"KL, {KL_UNIT}", "perplexity change, %", "same top token, %"]
-    return fmt.table(headers, lines)
+    columns = {key: tables.code(key) for key in keys} | {
+        f"KL, {KL_UNIT}": tables.estimate("kl"),
+        "perplexity change, %": tables.change("ppl_ratio"),
+        "same top token, %": tables.percent("top1_agreement"),
+    }
+    return tables.table(rows, columns)
 
 
 def peers(rows: list[dict]) -> str:
@@ -116,26 +114,22 @@ def peers(rows: list[dict]) -> str:
 
 def agreement(given: dict) -> str:
     """Float32 only: the identity cells across engines, and the codec cells measured on either engine."""
-    protocols = list(dict.fromkeys([*given["identity"], *given["codec"]]))
-    lines = []
-    for protocol in protocols:
-        coded = given["codec"].get(protocol) or {}
-        lines.append(
-            [
-                f"`{protocol}`",
-                fmt.estimate(given["identity"].get(protocol)),
-                fmt.estimate(coded.get("cross_kl")),
-                fmt.estimate(coded.get("jitter_kl")),
-                fmt.number(coded.get("hf_kl")),
-                fmt.number(coded.get("vllm_kl")),
-                fmt.estimate(coded.get("relative_difference"), 100),
-                coded.get("state", fmt.DASH),
-            ]
-        )
-    headers = ["protocol", "no codec: KL between engines", "codec: KL between engines"]
-    headers += ["codec: KL of `hf` to itself, jittered"]
-    headers += ["codec: KL on `hf`", "codec: KL on `vllm`", "difference, %", "reading"]
-    return fmt.table(headers, lines)
+    identity, coded = given["identity"], given["codec"]
+
+    def of_codec(tell: Callable[..., str], name: str, *how: float) -> tables.Column:
+        return lambda protocol: tell((coded.get(protocol) or {}).get(name), *how)
+
+    columns = {
+        "protocol": "`{}`".format,
+        "no codec: KL between engines": lambda protocol: fmt.estimate(identity.get(protocol)),
+        "codec: KL between engines": of_codec(fmt.estimate, "cross_kl"),
+        "codec: KL of `hf` to itself, jittered": of_codec(fmt.estimate, "jitter_kl"),
+        "codec: KL on `hf`": of_codec(fmt.number, "hf_kl"),
+        "codec: KL on `vllm`": of_codec(fmt.number, "vllm_kl"),
+        "difference, %": of_codec(fmt.estimate, "relative_difference", 100),
+        "reading": lambda protocol: (coded.get(protocol) or {}).get("state", fmt.DASH),
+    }
+    return tables.table(dict.fromkeys([*identity, *coded]), columns)
 
 
 def agreement_context(found: dict | None, why: list[str], basis: Basis) -> dict | None:

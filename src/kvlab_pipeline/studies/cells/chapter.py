@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import groupby
 
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import Figure
 from kvlab_pipeline.rendering.parts import KL_UNIT
@@ -109,65 +110,63 @@ def name(cell: dict) -> list[str]:
     return [cell["label"], f"`{cell['protocol']}`", fmt.plain(cell["variance_ratio"])]
 
 
-NAME = ["cell", "protocol", "`variance_ratio`"]
+NAMES = {
+    "cell": tables.text("label"),
+    "protocol": tables.code("protocol"),
+    "`variance_ratio`": tables.plain("variance_ratio"),
+}
 
 
 def costs(rows: list[dict]) -> str:
     """What each cell costs and what it stores."""
-    lines = [
-        [
-            *name(row),
-            fmt.number(row["bits_per_value"]),
-            pair(row["d_eff_mean"]),
-            fmt.estimate(row["kl_net"]),
-            fmt.estimate(row["difference"], signed=True),
-            fmt.number(row["q_value"], 2),
-            fmt.estimate(row["ppl_ratio"], 100, 1),
-            fmt.estimate(row["top1_agreement"], 100),
-            fmt.estimate(row["flips_to_wrong"], 100),
-            fmt.estimate(row["flips_to_right"], 100),
-        ]
-        for row in rows
-    ]
-    headers = [*NAME, "bits per value", "kept rank, K / V", f"net KL, {KL_UNIT}", "beside its counterpart", "q-value"]
-    headers += ["perplexity change, %"]
-    headers += ["same top token, %", "right to wrong, %", "wrong to right, %"]
-    return fmt.table(headers, lines)
-
-
-def pair(streams: dict | None) -> str:
-    """K and V side by side."""
-    values = streams or {}
-    return " / ".join(fmt.number(values.get(stream)) for stream in ("k", "v"))
+    columns = NAMES | {
+        "bits per value": tables.number("bits_per_value"),
+        "kept rank, K / V": lambda row: " / ".join(
+            fmt.number((row["d_eff_mean"] or {}).get(one)) for one in ("k", "v")
+        ),
+        f"net KL, {KL_UNIT}": tables.estimate("kl_net"),
+        "beside its counterpart": tables.estimate("difference", signed=True),
+        "q-value": tables.number("q_value", 2),
+        "perplexity change, %": tables.change("ppl_ratio"),
+        "same top token, %": tables.percent("top1_agreement"),
+        "right to wrong, %": tables.percent("flips_to_wrong"),
+        "wrong to right, %": tables.percent("flips_to_right"),
+    }
+    return tables.table(rows, columns)
 
 
 def percentiles(rows: list[dict]) -> str:
     """KL of the ordinary token and of the worst ones."""
     ranks = sorted({rank for row in rows for rank in row["kl_percentiles"]}, key=float)
-    lines = [[*name(row), *(fmt.number(row["kl_percentiles"].get(rank)) for rank in ranks)] for row in rows]
-    headers = ["median" if float(rank) == 50 else f"{rank} %" for rank in ranks]
-    return fmt.table([*NAME, *headers], lines)
+    columns = {
+        "median" if float(rank) == 50 else f"{rank} %": lambda row, rank=rank: fmt.number(
+            row["kl_percentiles"].get(rank)
+        )
+        for rank in ranks
+    }
+    return tables.table(rows, NAMES | columns)
 
 
 def by_confidence(rows: list[dict]) -> str:
     """KL where the uncompressed model was unsure, and where it was sure."""
-    edges = sorted({(bin_["low"], bin_["high"]) for row in rows for bin_ in row["kl_by_confidence"]})
-    lines = []
-    for row in rows:
-        found = {(bin_["low"], bin_["high"]): bin_["kl"] for bin_ in row["kl_by_confidence"]}
-        lines.append([*name(row), *(fmt.number(found.get(edge)) for edge in edges)])
-    headers = [f"{fmt.plain(low)} to {fmt.plain(high)}" for low, high in edges]
-    return fmt.table([*NAME, *headers], lines)
+
+    def within(row: dict, low: float, high: float) -> str:
+        return fmt.number(
+            next((one["kl"] for one in row["kl_by_confidence"] if (one["low"], one["high"]) == (low, high)), None)
+        )
+
+    edges = sorted({(one["low"], one["high"]) for row in rows for one in row["kl_by_confidence"]})
+    columns = {f"{fmt.plain(low)} to {fmt.plain(high)}": partial(within, low=low, high=high) for low, high in edges}
+    return tables.table(rows, NAMES | columns)
 
 
 def published(rows: list[dict]) -> str:
     """The published study's estimator beside ours."""
-    lines = [
-        [*name(row), fmt.estimate(row["published_estimator"], 100), fmt.estimate(row["ppl_ratio"], 100, 1)]
-        for row in rows
-    ]
-    headers = [*NAME, "published estimator, %", "perplexity change, %"]
-    return fmt.table(headers, lines)
+    columns = {
+        "published estimator, %": tables.percent("published_estimator"),
+        "perplexity change, %": tables.change("ppl_ratio"),
+    }
+    return tables.table(rows, NAMES | columns)
 
 
 def context(metrics: dict, basis: Basis) -> dict:

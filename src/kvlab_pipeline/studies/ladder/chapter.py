@@ -11,7 +11,7 @@ from kvlab.core.errors import MissingResult
 from kvlab.output import format as fmt
 from kvlab.output.markdown import code
 from kvlab.output.rendering import listing
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import (
     DOWN,
@@ -28,7 +28,7 @@ from kvlab_pipeline.rendering.figure import (
     log_axis,
     shape_of,
 )
-from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.ladder.beyond import further_entries
@@ -268,28 +268,22 @@ def untold(row: dict) -> str:
 
 def table(rows: list[dict]) -> str:
     """Every rung on one text, fewest bits first."""
-    lines = [
-        [
-            f"`{row['label']}`",
-            "yes" if row["calibrated"] else "no",
-            fmt.number(row["bits_per_value"]),
-            fmt.estimate(row["kl"]),
-            fmt.estimate(row["top1_agreement"], 100),
-            f"`{row['rival']}`" if row["rival"] else fmt.DASH,
-            fmt.estimate(row["difference"], signed=True),
-            reading(resolution(row["difference"])) if row["difference"] else fmt.DASH,
-        ]
-        for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl"]["value"]))
-    ]
-    headers = [
-        "rung",
-        "calibrated",
-        "bits per value",
-        f"KL, {KL_UNIT}",
-        "same top token, %",
-        "best rival at no more bits",
-    ]
-    return fmt.table([*headers, f"minus the rival, {KL_UNIT}", "reading"], lines)
+    columns = {
+        "rung": tables.code("label"),
+        "calibrated": lambda row: "yes" if row["calibrated"] else "no",
+        "bits per value": tables.number("bits_per_value"),
+        f"KL, {KL_UNIT}": tables.estimate("kl"),
+        "same top token, %": tables.percent("top1_agreement"),
+        "best rival at no more bits": tables.code("rival"),
+        f"minus the rival, {KL_UNIT}": tables.estimate("difference", signed=True),
+        "reading": tables.effect("difference"),
+    }
+    return tables.table(fewest_first(rows), columns)
+
+
+def fewest_first(rows: list[dict]) -> list[dict]:
+    """Rungs by their bits, of equal ones the better first."""
+    return sorted(rows, key=lambda row: (row["bits_per_value"], row["kl"]["value"]))
 
 
 def offsets(rows: list[dict]) -> str | None:
@@ -306,28 +300,20 @@ def offsets(rows: list[dict]) -> str | None:
 
 def states(rows: list[dict]) -> str:
     """Bits of whole caches, fewest at the longest first."""
-    lengths = [at["tokens"] for at in rows[0]["at"]]
-    lines = [
-        [
-            f"`{row['label']}`",
-            fmt.number(row["rate"]),
-            fmt.number(row["resident_bytes"] or None),
-            fmt.plain(row["exact_tokens"]),
-            *(fmt.number(at["bits_per_value"]) for at in row["at"]),
-            tokens_from(row["even_with_bfloat16"]),
-            f"`{row['instead']}`" if row["instead"] else fmt.DASH,
-            tokens_from(row["even_with_instead"]) if row["instead"] else fmt.DASH,
-        ]
-        for row in sorted(rows, key=lambda row: row["at"][-1]["bits_per_value"])
-    ]
-    headers = [
-        "rung",
-        "bits of a coded value",
-        "bytes of tables in memory",
-        "exact tokens",
-        *(f"bits at {length(n)}" for n in lengths),
-    ]
-    return fmt.table([*headers, "beats bfloat16 from", "no worse without calibration", "beats it from"], lines)
+    columns = {
+        "rung": tables.code("label"),
+        "bits of a coded value": tables.number("rate"),
+        "bytes of tables in memory": lambda row: fmt.number(row["resident_bytes"] or None),
+        "exact tokens": tables.plain("exact_tokens"),
+    }
+    for at, one in enumerate(rows[0]["at"]):
+        columns[f"bits at {length(one['tokens'])}"] = lambda row, at=at: fmt.number(row["at"][at]["bits_per_value"])
+    columns |= {
+        "beats bfloat16 from": lambda row: tokens_from(row["even_with_bfloat16"]),
+        "no worse without calibration": tables.code("instead"),
+        "beats it from": lambda row: tokens_from(row["even_with_instead"]) if row["instead"] else fmt.DASH,
+    }
+    return tables.table(sorted(rows, key=lambda row: row["at"][-1]["bits_per_value"]), columns)
 
 
 def tokens_from(even: float | None) -> str:
@@ -382,21 +368,17 @@ def gains(metrics: dict) -> str:
 
 def ablations(metrics: dict) -> str | None:
     """`klt` less each part, by text."""
-    lines = [
-        [
-            f"`{row['label']}`",
-            named(row["text"], metrics),
-            fmt.number(row["bits_per_value"]),
-            fmt.estimate(row["kl"]),
-            f"`{row['against']}`",
-            fmt.estimate(row["times"]),
-            fmt.estimate(row["difference"], signed=True),
-            reading(resolution(row["difference"])),
-        ]
-        for row in metrics.get("ladder_ablation") or []
-    ]
-    headers = ["rung", "text", "bits per value", f"KL, {KL_UNIT}", "held against", "KL over its", "minus it", "reading"]
-    return fmt.table(headers, lines) if lines else None
+    columns = {
+        "rung": tables.code("label"),
+        "text": lambda row: named(row["text"], metrics),
+        "bits per value": tables.number("bits_per_value"),
+        f"KL, {KL_UNIT}": tables.estimate("kl"),
+        "held against": tables.code("against"),
+        "KL over its": tables.estimate("times"),
+        "minus it": tables.estimate("difference", signed=True),
+        "reading": tables.effect("difference"),
+    }
+    return tables.table_if_any(metrics.get("ladder_ablation") or [], columns)
 
 
 def forward(metrics: dict) -> str | None:
@@ -414,30 +396,20 @@ def forward(metrics: dict) -> str | None:
 
 def further(metrics: dict, what: str) -> str | None:
     """`klt` on parts of the calibration (``growth``), or codecs at longer contexts (``context``)."""
-    lines = [
-        [
-            f"`{row['label']}`",
-            named(row["text"], metrics),
-            fmt.number(row["calibration_tokens" if what == "growth" else "context"]),
-            fmt.number(row["bits_per_value"]),
-            fmt.estimate(row["kl"]),
-            fmt.estimate(row["top1_agreement"], 100),
-            fmt.estimate(row["times"]),
-        ]
-        for row in metrics.get("ladder_further") or []
-        if row["what"] == what
-    ]
-    size, other = {"growth": ("tokens of calibration", "all of it"), "context": ("coded tokens", "the first")}[what]
-    headers = [
-        "rung",
-        "text",
-        size,
-        "bits per value",
-        f"KL, {KL_UNIT}",
-        "same top token, %",
-        f"KL over that of {other}",
-    ]
-    return fmt.table(headers, lines) if lines else None
+    size, key, other = {
+        "growth": ("tokens of calibration", "calibration_tokens", "all of it"),
+        "context": ("coded tokens", "context", "the first"),
+    }[what]
+    columns = {
+        "rung": tables.code("label"),
+        "text": lambda row: named(row["text"], metrics),
+        size: tables.number(key),
+        "bits per value": tables.number("bits_per_value"),
+        f"KL, {KL_UNIT}": tables.estimate("kl"),
+        "same top token, %": tables.percent("top1_agreement"),
+        f"KL over that of {other}": tables.estimate("times"),
+    }
+    return tables.table_if_any([row for row in metrics.get("ladder_further") or [] if row["what"] == what], columns)
 
 
 CHAPTER = Chapter(

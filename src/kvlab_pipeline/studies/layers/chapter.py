@@ -7,7 +7,7 @@ from collections.abc import Callable
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.figure import (
     Axis,
     Figure,
@@ -21,7 +21,7 @@ from kvlab_pipeline.rendering.figure import (
     shape_of,
     whole_axis,
 )
-from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.layers.numbers import PARTS, additivity_entries, layer_entries
@@ -201,35 +201,30 @@ def cost(row: dict | None, alpha: float) -> str:
 
 def additivity(rows: list[dict]) -> str:
     """What is coded together against the sum of its parts."""
-    lines = [
-        [
-            f"`{row['engine']}`",
-            f"`{row['protocol']}`",
-            NAMES[row["stream"]] if row["parts"] == "streams" else f"the layers of {NAMES[row['stream']]}",
-            *(fmt.estimate(row[key]) for key in ("joint", "sum", "left_out_sum", "ratio", "interaction")),
-            reading(resolution(row["interaction"])),
-        ]
-        for row in rows
-    ]
-    headers = ["engine", "protocol", "parts", "together", "alone, added up", "left out, added up"]
-    return fmt.table([*headers, "ratio to alone", "together minus alone", "reading"], lines)
+    columns = {
+        "engine": tables.code("engine"),
+        "protocol": tables.code("protocol"),
+        "parts": lambda row: ("" if row["parts"] == "streams" else "the layers of ") + NAMES[row["stream"]],
+        "together": tables.estimate("joint"),
+        "alone, added up": tables.estimate("sum"),
+        "left out, added up": tables.estimate("left_out_sum"),
+        "ratio to alone": tables.estimate("ratio"),
+        "together minus alone": tables.estimate("interaction"),
+        "reading": tables.effect("interaction"),
+    }
+    return tables.table(rows, columns)
 
 
 def boundary(rows: list[dict]) -> str | None:
     """What a boundary layer costs beside another; None where no layer is one, or all are."""
-    lines = [
-        [
-            f"`{row['engine']}`",
-            f"`{row['protocol']}`",
-            NAMES[row["stream"]],
-            fmt.estimate(row["boundary_excess"], signed=True),
-            reading(resolution(row["boundary_excess"])),
-        ]
-        for row in rows
-        if row["boundary_excess"]
-    ]
-    headers = ["engine", "protocol", "stream", f"boundary minus other layer, {KL_UNIT}", "reading"]
-    return fmt.table(headers, lines) if lines else None
+    columns = {
+        "engine": tables.code("engine"),
+        "protocol": tables.code("protocol"),
+        "stream": lambda row: NAMES[row["stream"]],
+        f"boundary minus other layer, {KL_UNIT}": tables.estimate("boundary_excess", signed=True),
+        "reading": tables.effect("boundary_excess"),
+    }
+    return tables.table_if_any([row for row in rows if row["boundary_excess"]], columns)
 
 
 def context(metrics: dict, basis: Callable[[list[dict]], str]) -> dict | None:

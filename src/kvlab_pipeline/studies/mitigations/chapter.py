@@ -8,7 +8,7 @@ from itertools import pairwise
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import INK, Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis
 from kvlab_pipeline.rendering.parts import KL_UNIT, not_resolved
@@ -217,14 +217,20 @@ def layers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers)) or fmt.DASH
 
 
+def favoured(row: dict) -> str:
+    """The layers of a row."""
+    return layers(row["layers"])
+
+
 def chosen(rows: list[dict]) -> str:
     """What each search chose, and its drop in KL on the split that chose it and on the other one."""
-    lines = [
-        [arm(row), layers(row["layers"]), fmt.number(100 * row["calib"]), fmt.estimate(row["test"], 100)]
-        for row in rows
-    ]
-    headers = ["way to spend", "layers", "KL saved on the calibration split, %", "on the test split, %"]
-    return fmt.table(headers, lines)
+    columns = {
+        "way to spend": arm,
+        "layers": favoured,
+        "KL saved on the calibration split, %": lambda row: fmt.number(100 * row["calib"]),
+        "on the test split, %": tables.percent("test"),
+    }
+    return tables.table(rows, columns)
 
 
 def path(steps: list[dict]) -> str:
@@ -252,20 +258,16 @@ def by_place(rows: list[dict], table: Callable[[list[dict]], str]) -> list[dict]
 
 def comparisons(rows: list[dict]) -> str:
     """Every favouring arm against uniform spending."""
-    lines = [
-        [
-            arm(row),
-            layers(row["layers"]),
-            fmt.number(row["bits_per_value"], 4),
-            against(row),
-            fmt.estimate(row["ratio"]),
-            fmt.estimate(row["difference"], signed=True),
-            verdict(row),
-        ]
-        for row in rows
-    ]
-    headers = ["way to spend", "layers", "bits per value", "against", "KL, times the other's"]
-    return fmt.table([*headers, f"KL minus the other's, {KL_UNIT}", "reading"], lines)
+    columns = {
+        "way to spend": arm,
+        "layers": favoured,
+        "bits per value": tables.number("bits_per_value", 4),
+        "against": against,
+        "KL, times the other's": tables.estimate("ratio"),
+        f"KL minus the other's, {KL_UNIT}": tables.estimate("difference", signed=True),
+        "reading": verdict,
+    }
+    return tables.table(rows, columns)
 
 
 def against(row: dict) -> str:
@@ -290,19 +292,14 @@ def verdict(row: dict) -> str:
 
 def arms(rows: list[dict]) -> str:
     """What every arm costs."""
-    lines = [
-        [
-            arm(row),
-            layers(row["layers"]),
-            fmt.number(row["bits_per_value"], 4),
-            fmt.estimate(row["kl_net"]),
-            fmt.estimate(row["delta_nll"], signed=True),
-        ]
-        for row in rows
-    ]
-    return fmt.table(
-        ["way to spend", "layers", "bits per value", f"net KL, {KL_UNIT}", f"`delta_nll`, {KL_UNIT}"], lines
-    )
+    columns = {
+        "way to spend": arm,
+        "layers": favoured,
+        "bits per value": tables.number("bits_per_value", 4),
+        f"net KL, {KL_UNIT}": tables.estimate("kl_net"),
+        f"`delta_nll`, {KL_UNIT}": tables.estimate("delta_nll", signed=True),
+    }
+    return tables.table(rows, columns)
 
 
 def mitigations_context(metrics: dict, basis: Basis) -> dict | None:

@@ -8,7 +8,7 @@ from math import exp, log
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.figure import Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis, shape_of
 from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
@@ -202,70 +202,54 @@ def sizes(rows: list[dict]) -> str:
 
 def slopes(rows: list[dict]) -> str:
     """The exponent with which KL grows, and the coefficient of the square."""
-    lines = [
-        [
-            f"`{row['engine']}`",
-            row["stream"].upper(),
-            GROUPS[row["group"]],
-            fmt.estimate(row["slope"]),
-            " to ".join(map(fmt.plain, row["range"])) if row["range"] else fmt.DASH,
-            fmt.estimate(row["coefficient"]),
-        ]
-        for row in rows
-    ]
-    headers = ["engine", "stream", "noise on", "slope", "fitted over noise of", f"c of KL = c noise², {KL_UNIT}"]
-    return fmt.table(headers, lines)
+    columns = {
+        "engine": tables.code("engine"),
+        "stream": tables.stream(),
+        "noise on": lambda row: GROUPS[row["group"]],
+        "slope": tables.estimate("slope"),
+        "fitted over noise of": lambda row: " to ".join(map(fmt.plain, row["range"])) if row["range"] else fmt.DASH,
+        f"c of KL = c noise², {KL_UNIT}": tables.estimate("coefficient"),
+    }
+    return tables.table(rows, columns)
 
 
 def closure(rows: list[dict]) -> str | None:
     """A dtype's rounding of K and V: predicted from the curve, and measured."""
-    lines = [
-        [
-            f"`{row['engine']}`",
-            STREAMS[row["stream"]],
-            fmt.estimate(row["predicted"]),
-            fmt.estimate(row["measured"]),
-            fmt.estimate(row["ratio"]),
-            "yes" if row["in_range"] else "no",
-            row["reading"],
-        ]
-        for row in rows
-        if row["against"] == "cast"
-    ]
-    headers = ["engine", "rounded", f"predicted KL, {KL_UNIT}", f"measured KL, {KL_UNIT}", "measured / predicted"]
-    return fmt.table([*headers, "inside the fitted range", "does it close?"], lines) if lines else None
+    columns = {
+        "engine": tables.code("engine"),
+        "rounded": lambda row: STREAMS[row["stream"]],
+        f"predicted KL, {KL_UNIT}": tables.estimate("predicted"),
+        f"measured KL, {KL_UNIT}": tables.estimate("measured"),
+        "measured / predicted": tables.estimate("ratio"),
+        "inside the fitted range": lambda row: "yes" if row["in_range"] else "no",
+        "does it close?": tables.text("reading"),
+    }
+    return tables.table_if_any([row for row in rows if row["against"] == "cast"], columns)
 
 
 def explained(rows: list[dict]) -> str | None:
     """An engine's own run in the dtype: how much of its KL the rounding of K and V is."""
-    lines = [
-        [
-            f"`{row['against']}`",
-            fmt.estimate(row["measured"]),
-            fmt.estimate(row["predicted"]),
-            fmt.estimate(row["share"], 100),
-            fmt.estimate(row["cast_share"], 100),
-        ]
-        for row in rows
-        if row["against"] != "cast"
-    ]
-    headers = ["run", f"its KL, {KL_UNIT}", f"predicted of K and V, {KL_UNIT}", "share by the curve, %"]
-    return fmt.table([*headers, "share by rounding them, %"], lines) if lines else None
+    columns = {
+        "run": tables.code("against"),
+        f"its KL, {KL_UNIT}": tables.estimate("measured"),
+        f"predicted of K and V, {KL_UNIT}": tables.estimate("predicted"),
+        "share by the curve, %": tables.percent("share"),
+        "share by rounding them, %": tables.percent("cast_share"),
+    }
+    return tables.table_if_any([row for row in rows if row["against"] != "cast"], columns)
 
 
 def structure(rows: list[dict]) -> str | None:
     """The codec's error against one of the same size and random direction."""
-    lines = [
-        [
-            f"`{row['engine']}`",
-            STREAMS[row["stream"]],
-            *(fmt.estimate(row[key]) for key in ("codec", "isotropic", "ratio")),
-            ratio_reading(row["ratio"]),
-        ]
-        for row in rows
-    ]
-    headers = ["engine", "stream", f"codec's KL, {KL_UNIT}", f"random direction's KL, {KL_UNIT}", "ratio", "beside one"]
-    return fmt.table(headers, lines) if lines else None
+    columns = {
+        "engine": tables.code("engine"),
+        "stream": lambda row: STREAMS[row["stream"]],
+        f"codec's KL, {KL_UNIT}": tables.estimate("codec"),
+        f"random direction's KL, {KL_UNIT}": tables.estimate("isotropic"),
+        "ratio": tables.estimate("ratio"),
+        "beside one": lambda row: ratio_reading(row["ratio"]),
+    }
+    return tables.table_if_any(rows, columns)
 
 
 def ratio_reading(given: dict | None) -> str:

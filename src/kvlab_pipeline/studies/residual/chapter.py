@@ -8,7 +8,7 @@ from itertools import accumulate, product
 import polars as pl
 
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.basis import METHODS, Basis
 from kvlab_pipeline.rendering.figure import (
     GREY,
@@ -226,21 +226,17 @@ def errors(residual: dict) -> list[dict]:
 
 def engine_errors(rows: list[dict]) -> str:
     """Layers of one engine at one variance ratio; a line of a group is the mean of its layers, its bytes their sum."""
-    lines = [
-        [
-            layer_words(row),
-            row["stream"].upper(),
-            fmt.estimate(row["raw_error"], 100),
-            fmt.estimate(row["whitened_error"], 100),
-            fmt.estimate(row["d_eff"]),
-            fmt.estimate(row["outlier_rate"], 100),
-            fmt.estimate(row["bits_per_value"]),
-            fmt.number(round(row["frame_bytes"]["value"])),
-        ]
-        for row in rows
-    ]
-    headers = ["layer", "stream", "raw error, %", "whitened error, %", "kept rank (`d_eff`)", "outliers, %"]
-    return fmt.table([*headers, "bits per value", "bytes per window"], lines)
+    columns = {
+        "layer": layer_words,
+        "stream": tables.stream(),
+        "raw error, %": tables.percent("raw_error"),
+        "whitened error, %": tables.percent("whitened_error"),
+        "kept rank (`d_eff`)": tables.estimate("d_eff"),
+        "outliers, %": tables.percent("outlier_rate"),
+        "bits per value": tables.estimate("bits_per_value"),
+        "bytes per window": lambda row: fmt.number(round(row["frame_bytes"]["value"])),
+    }
+    return tables.table(rows, columns)
 
 
 def ranks(residual: dict) -> str:
@@ -275,19 +271,17 @@ def ratios(residual: dict, held: bool = False) -> list[dict]:
 
 def ratio_table(rows: list[dict], held: bool = False) -> str:
     """How much larger the error is on `vllm`'s capture, in per cent; `held` where it is open if the engines agree."""
-    lines = [
-        [
-            layer_words(row),
-            row["stream"].upper(),
-            row["measure"],
-            fmt.estimate(row["ratio"], 100, 1, signed=True),
-            fmt.number(row["p_value"] if row["q_value"] is None else row["q_value"], 2),
-            HELD if held and row["ratio"] else reading(row),
-        ]
-        for row in rows
-    ]
-    headers = ["layer", "stream", "error", LARGER, "q-value (groups: p-value)", "reading"]
-    return fmt.table(headers, lines)
+    columns = {
+        "layer": layer_words,
+        "stream": tables.stream(),
+        "error": tables.text("measure"),
+        LARGER: tables.change("ratio", signed=True),
+        "q-value (groups: p-value)": lambda row: fmt.number(
+            row["p_value"] if row["q_value"] is None else row["q_value"], 2
+        ),
+        "reading": lambda row: HELD if held and row["ratio"] else reading(row),
+    }
+    return tables.table(rows, columns)
 
 
 def reading(row: dict) -> str:
@@ -317,19 +311,15 @@ def basis(residual: dict, level: str, methods: dict[str, str]) -> str:
 def pooled(residual: dict, held: bool = False) -> str:
     """The comparison over the layers that the studied recipe codes, which are all if it leaves none alone."""
     rows = [row for row in residual["ratios"] if row["layer"] is None]
-    names = {row["group"] for row in rows}
-    lines = [
-        [
-            row["stream"].upper(),
-            row["measure"],
-            fmt.plain(row["variance_ratio"]),
-            fmt.estimate(row["ratio"], 100, 1, signed=True),
-            HELD if held and row["ratio"] else reading(row),
-        ]
-        for row in rows
-        if row["group"] == ("coded" if "coded" in names else "all")
-    ]
-    return fmt.table(["stream", "error", "`variance_ratio`", LARGER, "reading"], lines)
+    widest = "coded" if any(row["group"] == "coded" for row in rows) else "all"
+    columns = {
+        "stream": tables.stream(),
+        "error": tables.text("measure"),
+        "`variance_ratio`": tables.plain("variance_ratio"),
+        LARGER: tables.change("ratio", signed=True),
+        "reading": lambda row: HELD if held and row["ratio"] else reading(row),
+    }
+    return tables.table([row for row in rows if row["group"] == widest], columns)
 
 
 def residual_context(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvlab.core.params import Params
-from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
+from kvlab_pipeline.rendering import tables
 from kvlab_pipeline.rendering.basis import Basis
-from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, PageSection, estimates_of
 from kvlab_pipeline.studies.columns import net_kl, subtracted
 from kvlab_pipeline.studies.estimates import claim, sides
@@ -79,20 +79,16 @@ def subject(row: dict) -> str:
 
 def table(rows: list[dict]) -> str:
     """A line for each engine and division."""
-    lines = [
-        [
-            f"`{row['engine']}`",
-            fmt.plain(row["k_bits"]),
-            fmt.plain(row["v_bits"]),
-            fmt.number(row["bits_per_value"]),
-            fmt.estimate(row["kl"]),
-            fmt.estimate(row["difference"], signed=True),
-            reading(resolution(row["difference"])) if row["difference"] else fmt.DASH,
-        ]
-        for row in rows
-    ]
-    headers = ["engine", "bits of K", "bits of V", "bits per value", f"net KL, {KL_UNIT}"]
-    return fmt.table([*headers, f"minus the even division, {KL_UNIT}", "reading"], lines)
+    columns = {
+        "engine": tables.code("engine"),
+        "bits of K": tables.plain("k_bits"),
+        "bits of V": tables.plain("v_bits"),
+        "bits per value": tables.number("bits_per_value"),
+        f"net KL, {KL_UNIT}": tables.estimate("kl"),
+        f"minus the even division, {KL_UNIT}": tables.estimate("difference", signed=True),
+        "reading": tables.effect("difference"),
+    }
+    return tables.table(rows, columns)
 
 
 def context(metrics: dict, basis: Basis) -> dict:

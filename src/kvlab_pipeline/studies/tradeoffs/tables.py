@@ -185,7 +185,7 @@ NAMES = {"codec x sparse reading": "codec under sparse reading", "latent x codec
 
 def figure(record: TradeoffsRecord) -> Figure:
     """KL, logarithmic, over bytes stored and over bytes read; a line joins the widths of one codec."""
-    lines = [one.kl.model_dump() for one in record.arms]
+    lines = [one.kl.to_json() for one in record.arms]
     values = log_axis(lines, f"KL, {KL_UNIT} (logarithmic)")
     tokens = record.full_read / record.full  # that a step has before it, on average
     drafted = [
@@ -227,7 +227,7 @@ def mark(record: TradeoffsRecord, number: int, one: ArmFound, at: float) -> Mark
     words = (
         one.name,
         one.family,
-        f"KL {fmt.estimate(one.kl.model_dump())} {KL_UNIT}",
+        f"KL {fmt.estimate(one.kl.to_json())} {KL_UNIT}",
         f"{fmt.number(one.stored)} bytes stored per token, {fmt.number(one.read / KIB)} KiB read in a step",
     )
     return Mark(number, at, one.kl.value, one.kl.low, one.kl.high, words, look(record, one))
