@@ -18,7 +18,7 @@ Column = Callable[[Any], str]
 
 
 @dataclass(frozen=True)
-class PageTable:
+class TitledTable:
     """A table of a study's page with its heading, and what is to be known before it.
 
     Parameters

@@ -11,7 +11,7 @@ from kvlab.core.records import write_text
 from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import svg
 from kvlab_pipeline.rendering.figure import Figure
-from kvlab_pipeline.rendering.tables import PageTable
+from kvlab_pipeline.rendering.tables import TitledTable
 from kvlab_pipeline.rendering.tables import table as markdown
 from kvlab_pipeline.studies.record import read_record
 
@@ -61,7 +61,7 @@ def _drawn(figure: Figure, path: Path) -> list[str]:
     return [f"![{figure.title}]({path.name})", figure.note]
 
 
-def _parts(table: PageTable, mark: str) -> Iterator[str]:
+def _parts(table: TitledTable, mark: str) -> Iterator[str]:
     yield f"{mark} {table.title}"
     if table.text:
         yield table.text

@@ -25,7 +25,7 @@ def test_a_table_is_its_rows_under_their_headings():
         "V": tables.number("of.v"),
         "reading": tables.effect("kl"),
     }
-    found = tables.PageTable("t", "", columns, rows)
+    found = tables.TitledTable("t", "", columns, rows)
     assert found.rows == [
         ("`a`", "0.95 [0.80, 1.00]", "95 [80, 100]", "3", "–", "clear of zero"),
         ("–", "–", "–", "1", "2.50", "–"),

@@ -7,7 +7,7 @@ from statistics import median
 
 from kvlab.output.format import DASH, estimate, number, percent
 from kvlab_pipeline.rendering import tables as cols
-from kvlab_pipeline.rendering.tables import Column, PageTable
+from kvlab_pipeline.rendering.tables import Column, TitledTable
 from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, Basis, BitplanesRecord, Difference
 
 Part = Callable[[ArmRecord], tuple[ArmQuantity, ...]]
@@ -27,7 +27,7 @@ that ranks the tokens as attention itself does, and how much of the attention th
 published study with its mistakes mended, which are made once more on purpose in the last table."""
 
 
-def tables(record: BitplanesRecord) -> list[PageTable]:
+def tables(record: BitplanesRecord) -> list[TitledTable]:
     """Every table of the page, in order."""
     settings = record.settings
     tokens = "Per cent of a query's attention on the tokens that an arm ranks first, by the share of tokens kept."
@@ -53,7 +53,7 @@ def tables(record: BitplanesRecord) -> list[PageTable]:
     ]
 
 
-def planes(record: BitplanesRecord) -> PageTable:
+def planes(record: BitplanesRecord) -> TitledTable:
     """What an arm stores, and how well it ranks all tokens."""
     shorter = [f"{arm.group} means {arm.width}" for arm in of(record, "rotated") if arm.width != arm.group]
     text = (
@@ -73,22 +73,22 @@ def planes(record: BitplanesRecord) -> PageTable:
         "rank correlation": cols.estimate("spearman.overall"),
         "tokens that hold 90 % of the mass, %": cols.percent("needed.overall"),
     }
-    return PageTable("What a few bits of a key say", text, columns, of(record, "rotated"))
+    return TitledTable("What a few bits of a key say", text, columns, of(record, "rotated"))
 
 
 def recalls(
     record: BitplanesRecord, title: str, part: Part, text: str, ceiling: Sequence[ArmQuantity] | None
-) -> PageTable:
+) -> TitledTable:
     """Mass at every budget, per cent; `ceiling` is the best that any choice can do."""
     rows = [(arm.label, part(arm)) for arm in of(record, "rotated")]
     rows += [("the best chunks", ceiling)] if ceiling else []
     columns: dict[str, Column] = {"arm": lambda row: row[0]}
     for at, share in enumerate(record.settings.kept):
         columns[percent(share, 0)] = lambda row, at=at: estimate(row[1][at].overall, 100)
-    return PageTable(title, text, columns, rows)
+    return TitledTable(title, text, columns, rows)
 
 
-def spent(record: BitplanesRecord) -> PageTable:
+def spent(record: BitplanesRecord) -> TitledTable:
     """How many tokens that variant keeps."""
     text = (
         "Where the forced tokens are more than the budget, they alone are kept. The published code then kept every "
@@ -100,10 +100,10 @@ def spent(record: BitplanesRecord) -> PageTable:
         "tokens kept": cols.number("kept"),
         "tokens that the published code kept": cols.number("slipped"),
     }
-    return PageTable("What forced tokens leave of a budget", text, columns, record.spent)
+    return TitledTable("What forced tokens leave of a budget", text, columns, record.spent)
 
 
-def across(record: BitplanesRecord) -> PageTable:
+def across(record: BitplanesRecord) -> TitledTable:
     """The worst, the median and the best head of each arm."""
     at = nearest(record)
     share = percent(record.settings.kept[at], 0)
@@ -117,24 +117,24 @@ def across(record: BitplanesRecord) -> PageTable:
     for name, quantity in quantities.items():
         for place, which in enumerate(("worst", "median", "best")):
             columns[f"{name}, {which}"] = lambda arm, quantity=quantity, place=place: quantity(arm)[place]
-    return PageTable("From head to head", text, columns, of(record, "rotated"))
+    return TitledTable("From head to head", text, columns, of(record, "rotated"))
 
 
-def by_layer(record: BitplanesRecord) -> PageTable:
+def by_layer(record: BitplanesRecord) -> TitledTable:
     """Rank correlation of every layer: the median of its heads, and the worst."""
     shown = [arm for arm in of(record, "rotated") if arm.name not in ("random", "full")]
     columns: dict[str, Column] = {"layer": str}
     for arm in shown:
         columns[arm.label] = lambda layer, arm=arm: _layer(arm.spearman.heads[layer])
     text = "Rank correlation: the median of a layer's query heads, and the worst of them in brackets."
-    return PageTable("From layer to layer", text, columns, range(record.layers))
+    return TitledTable("From layer to layer", text, columns, range(record.layers))
 
 
 def _layer(heads: Sequence[float]) -> str:
     return f"{number(median(heads))} ({number(min(heads))})"
 
 
-def compared(record: BitplanesRecord) -> PageTable:
+def compared(record: BitplanesRecord) -> TitledTable:
     """Paired differences between arms."""
     at = percent(record.settings.kept[nearest(record)], 0)
     text = (
@@ -153,10 +153,10 @@ def compared(record: BitplanesRecord) -> PageTable:
         columns[heading] = lambda pair, what=what, scale=scale: estimate(
             pairs[pair][what].difference, scale, signed=True
         )
-    return PageTable("What each step gains", text, columns, list(pairs))
+    return TitledTable("What each step gains", text, columns, list(pairs))
 
 
-def bases(record: BitplanesRecord) -> PageTable:
+def bases(record: BitplanesRecord) -> TitledTable:
     """Rotated against raw keys."""
     at = nearest(record)
     raw = {arm.label: arm for arm in of(record, "raw")}
@@ -173,10 +173,12 @@ def bases(record: BitplanesRecord) -> PageTable:
     for what, tell in quantities.items():
         columns[f"{what}, rotated"] = tell
         columns[f"{what}, raw"] = lambda arm, tell=tell: tell(raw[arm.label])
-    return PageTable("Rotated and raw keys", text, columns, [one for one in of(record, "rotated") if one.label in raw])
+    return TitledTable(
+        "Rotated and raw keys", text, columns, [one for one in of(record, "rotated") if one.label in raw]
+    )
 
 
-def mistakes(record: BitplanesRecord) -> PageTable:
+def mistakes(record: BitplanesRecord) -> TitledTable:
     """The published study's mistakes, made on purpose, beside what is right."""
     at = nearest(record)
     text = (
@@ -195,7 +197,7 @@ def mistakes(record: BitplanesRecord) -> PageTable:
         "mass of tokens, %": lambda arm: estimate(arm.token[at].overall, 100),
         "mass of chunks, %": lambda arm: estimate(arm.chunk[at].overall, 100),
     }
-    return PageTable("Mistakes of the published study", text, columns, shown)
+    return TitledTable("Mistakes of the published study", text, columns, shown)
 
 
 def of(record: BitplanesRecord, basis: Basis) -> list[ArmRecord]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvlab.output.format import number, plain
 from kvlab_pipeline.rendering import tables as cols
-from kvlab_pipeline.rendering.tables import PageTable
+from kvlab_pipeline.rendering.tables import TitledTable
 from kvlab_pipeline.studies.placement.record import KINDS, PlacementRecord
 
 TITLE = "Where a chunk lies, and what that changes"
@@ -21,12 +21,12 @@ CONTROLS = {
 }
 
 
-def tables(record: PlacementRecord) -> list[PageTable]:
+def tables(record: PlacementRecord) -> list[TitledTable]:
     """What moved, which rows flipped, what the verdicts were, and the controls."""
     return [moved(record), margins(record), verdicts(record), controls(record)]
 
 
-def moved(record: PlacementRecord) -> PageTable:
+def moved(record: PlacementRecord) -> TitledTable:
     """Both ways of reading."""
     settings = record.settings
     text = (
@@ -41,10 +41,10 @@ def moved(record: PlacementRecord) -> PageTable:
         "largest difference of a logit": lambda way: number(way[1].largest),
     }
     ways = [("by position", record.logical), ("as the blocks lie", record.slot)]
-    return PageTable("Read by position, and as the blocks lie", text, columns, ways)
+    return TitledTable("Read by position, and as the blocks lie", text, columns, ways)
 
 
-def margins(record: PlacementRecord) -> PageTable:
+def margins(record: PlacementRecord) -> TitledTable:
     """Flips against leads."""
     text = (
         f"Rows of the {len(record.judged)} runs that were judged, read as the blocks lie, by the lead of their most "
@@ -58,10 +58,10 @@ def margins(record: PlacementRecord) -> PageTable:
         "rows": cols.number("rows"),
         "flips": cols.number("flips"),
     }
-    return PageTable("Flips by the lead of the token", text, columns, record.margins)
+    return TitledTable("Flips by the lead of the token", text, columns, record.margins)
 
 
-def verdicts(record: PlacementRecord) -> PageTable:
+def verdicts(record: PlacementRecord) -> TitledTable:
     """What the classifier said."""
     text = (
         f"The first {record.calibrated} runs moved logits by {number(record.noise)} at most. The others are judged by "
@@ -70,10 +70,10 @@ def verdicts(record: PlacementRecord) -> PageTable:
         "different runs, as every flip of a run is within reach of its own noise."
     )
     columns = {"verdict": str, "runs": lambda kind: str(sum(one.kind == kind for one in record.judged))}
-    return PageTable("Near tie or seam bug", text, columns, KINDS)
+    return TitledTable("Near tie or seam bug", text, columns, KINDS)
 
 
-def controls(record: PlacementRecord) -> PageTable:
+def controls(record: PlacementRecord) -> TitledTable:
     """Whether the classifier is right where the answer is known."""
     text = (
         "A control passes when a token flipped in at least one of its runs, and every run with a flip was judged as it "
@@ -88,4 +88,4 @@ def controls(record: PlacementRecord) -> PageTable:
         "largest lead of a flip": cols.number("lead"),
         "control": lambda one: "passed" if one.passed else "**not passed**",
     }
-    return PageTable("Controls", text, columns, record.controls)
+    return TitledTable("Controls", text, columns, record.controls)

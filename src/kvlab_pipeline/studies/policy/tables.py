@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvlab.output.format import DASH, percent
 from kvlab_pipeline.rendering import tables as cols
-from kvlab_pipeline.rendering.tables import PageTable
+from kvlab_pipeline.rendering.tables import TitledTable
 from kvlab_pipeline.studies.policy.record import FORESIGHT, PolicyArm, PolicyRecord, Prefill, Third
 
 TITLE = "Which chunks a bounded pool should keep"
@@ -32,7 +32,7 @@ PREFILLS: dict[Prefill, tuple[str, str]] = {
 }
 
 
-def tables(record: PolicyRecord) -> list[PageTable]:
+def tables(record: PolicyRecord) -> list[TitledTable]:
     """Needles and mass by policy and pool, differences to the reference policy, and needles by depth."""
     held = [prefill for prefill in PREFILLS if any(arm.against for arm in of(record, prefill))]
     return [
@@ -42,7 +42,7 @@ def tables(record: PolicyRecord) -> list[PageTable]:
     ]
 
 
-def recall(record: PolicyRecord, prefill: Prefill) -> PageTable:
+def recall(record: PolicyRecord, prefill: Prefill) -> TitledTable:
     """Needles found, attention kept, and how much moved."""
     settings = record.settings
     title, text = PREFILLS[prefill]
@@ -62,10 +62,10 @@ def recall(record: PolicyRecord, prefill: Prefill) -> PageTable:
         "of the answer's, %": cols.percent("answer"),
         "chunks that came back": cols.number("page_ins"),
     }
-    return PageTable(title, text, columns, [record.arm(None, None, "bounded"), *of(record, prefill)])
+    return TitledTable(title, text, columns, [record.arm(None, None, "bounded"), *of(record, prefill)])
 
 
-def against(record: PolicyRecord, prefill: Prefill) -> PageTable:
+def against(record: PolicyRecord, prefill: Prefill) -> TitledTable:
     """Paired differences."""
     text = "Points more than `lru` in the same pool, needle by needle. An interval that holds 0 tells nothing apart."
     columns = {
@@ -76,10 +76,10 @@ def against(record: PolicyRecord, prefill: Prefill) -> PageTable:
         "of the answer's": cols.percent("against.answer", signed=True),
     }
     arms = [arm for arm in of(record, prefill) if arm.against is not None]
-    return PageTable(f"Against `lru`: {PREFILLS[prefill][0].lower()}", text, columns, arms)
+    return TitledTable(f"Against `lru`: {PREFILLS[prefill][0].lower()}", text, columns, arms)
 
 
-def depths(record: PolicyRecord) -> PageTable:
+def depths(record: PolicyRecord) -> TitledTable:
     """Needles by the third of the context that they stand in."""
     everything = record.arm(None, None, "bounded")
     text = "Needles found, out of those planted in each third of the context."
@@ -91,7 +91,7 @@ def depths(record: PolicyRecord) -> PageTable:
     for at, third in enumerate(everything.thirds):
         columns[f"{percent(third.low, 0)} to {percent(third.high, 0)}"] = lambda arm, at=at: found_of(arm.thirds[at])
     arms = [everything, *of(record, "bounded"), *of(record, "restored")]
-    return PageTable("By the depth of the needle", text, columns, arms)
+    return TitledTable("By the depth of the needle", text, columns, arms)
 
 
 def found_of(third: Third) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvlab.output.format import DASH, number, percent
 from kvlab_pipeline.rendering import tables as cols
-from kvlab_pipeline.rendering.tables import PageTable
+from kvlab_pipeline.rendering.tables import TitledTable
 from kvlab_pipeline.studies.restore.record import Evicted, RestoreRecord, RunAgreement, Speed
 
 LEAST_SHARE = 0.7  # of the ideal ratio, which a restore of 90 % of a prompt has to reach
@@ -51,7 +51,7 @@ def promises(record: RestoreRecord) -> list[Promise]:
     ]
 
 
-def table(record: RestoreRecord) -> PageTable:
+def table(record: RestoreRecord) -> TitledTable:
     """The promises, and before them in one sentence whether all are kept."""
     found = promises(record)
     counts = {state: sum(one.state == state for one in found) for state in (BROKEN, OPEN)}
@@ -62,7 +62,7 @@ def table(record: RestoreRecord) -> PageTable:
         "outcome": cols.text("state"),
         "why": lambda one: "; ".join(one.lines) or DASH,
     }
-    return PageTable("Promises", text, columns, found)
+    return TitledTable("Promises", text, columns, found)
 
 
 def _promise(text: str, lines: Iterable[str], measured: Sequence = (True,), missing: str = "") -> Promise:

@@ -6,7 +6,7 @@ import statistics
 
 from kvlab.output.format import DASH, estimate, number, percent
 from kvlab_pipeline.rendering import tables as cols
-from kvlab_pipeline.rendering.tables import Column, PageTable
+from kvlab_pipeline.rendering.tables import Column, TitledTable
 from kvlab_pipeline.studies.restore import promises
 from kvlab_pipeline.studies.restore.record import RestoreRecord, break_even
 
@@ -18,7 +18,7 @@ what becomes of it when K and V are stored coded. Times are of this machine and 
 does not."""
 
 
-def tables(record: RestoreRecord) -> list[PageTable]:
+def tables(record: RestoreRecord) -> list[TitledTable]:
     """What the page says, in its order."""
     found = [
         promises.table(record),
@@ -32,11 +32,11 @@ def tables(record: RestoreRecord) -> list[PageTable]:
     found.append(_stored(record))
     if record.unstored:
         columns = {"codec": cols.text("label"), "why": cols.text("reason")}
-        found.append(PageTable("Not measured", "", columns, record.unstored))
+        found.append(TitledTable("Not measured", "", columns, record.unstored))
     return found
 
 
-def _harness(record: RestoreRecord) -> PageTable:
+def _harness(record: RestoreRecord) -> TitledTable:
     found = record.harness
     text = (
         f"Three arms answer one prompt of {found.length} tokens in turn, {found.repeats} times each: without a"
@@ -51,10 +51,10 @@ def _harness(record: RestoreRecord) -> PageTable:
         "speed-up": cols.number("speedup"),
         "reasons": lambda one: "; ".join(one.reasons) or DASH,
     }
-    return PageTable("Verdict", text, columns, [found])
+    return TitledTable("Verdict", text, columns, [found])
 
 
-def _identity(record: RestoreRecord) -> PageTable:
+def _identity(record: RestoreRecord) -> TitledTable:
     text = (
         f"{record.settings.prompts} prompts of {record.settings.prompt_tokens} tokens, each answered cold and from a"
         f" snapshot of all but its last {record.settings.suffix}, cut down to whole chunks of"
@@ -68,7 +68,7 @@ def _identity(record: RestoreRecord) -> PageTable:
         "answers equal": _of_prompts("tokens_equal"),
         "logits equal": _of_prompts("logits_equal"),
     }
-    return PageTable("Cold against warm", text, columns, record.agreements)
+    return TitledTable("Cold against warm", text, columns, record.agreements)
 
 
 def _of_prompts(name: str) -> Column:
@@ -76,7 +76,7 @@ def _of_prompts(name: str) -> Column:
     return lambda one: f"{getattr(one, name)} of {one.prompts}"
 
 
-def _evicted(record: RestoreRecord) -> PageTable:
+def _evicted(record: RestoreRecord) -> TitledTable:
     text = (
         f"The same in a pool of {percent(record.settings.pool, 0)} of the prompt, where chunks have to go while it is"
         " read: the snapshot was made in such a pool, and carries scores and clock, so that the warm run evicts what"
@@ -90,10 +90,10 @@ def _evicted(record: RestoreRecord) -> PageTable:
         "same chunks resident": _of_prompts("residency_equal"),
         "largest difference": cols.number("max_abs_dlogit"),
     }
-    return PageTable("In a small pool", text, columns, record.evicted)
+    return TitledTable("In a small pool", text, columns, record.evicted)
 
 
-def _prefill(record: RestoreRecord) -> PageTable:
+def _prefill(record: RestoreRecord) -> TitledTable:
     text = (
         "Cold over warm, medians of the rounds, loading left out; the ideal is 1 / (1 - reuse), as if every token"
         " were as dear as every other. A later token costs more than an earlier one, and a forward costs something"
@@ -110,7 +110,7 @@ def _prefill(record: RestoreRecord) -> PageTable:
         "share of the ideal": lambda one: percent(one.ratio / one.ideal, 0),
     }
     speeds = [speed for speed in record.speeds if speed.length in record.settings.lengths]
-    return PageTable("Prefill", text, columns, speeds)
+    return TitledTable("Prefill", text, columns, speeds)
 
 
 def _median(name: str) -> Column:
@@ -118,7 +118,7 @@ def _median(name: str) -> Column:
     return lambda one: number(statistics.median(getattr(one, name)))
 
 
-def _load(record: RestoreRecord) -> PageTable:
+def _load(record: RestoreRecord) -> TitledTable:
     text = (
         "What the warm run pays on top, and the rival that cuts nothing: one forward over the whole prompt into"
         " transformers' own cache. The last two columns are what a user waits for, loading included."
@@ -133,10 +133,10 @@ def _load(record: RestoreRecord) -> PageTable:
         "against cold": lambda one: f"{number(statistics.median(one.cold_ms) / one.restore_ms)} ×",
         "against one": lambda one: f"{number(statistics.median(one.whole_ms) / one.restore_ms)} ×",
     }
-    return PageTable("Loading, and the rival", text, columns, record.speeds)
+    return TitledTable("Loading, and the rival", text, columns, record.speeds)
 
 
-def _break_even(record: RestoreRecord) -> PageTable:
+def _break_even(record: RestoreRecord) -> TitledTable:
     measured = sorted(speed.length for speed in record.speeds)
     text = (
         f"The shortest of the measured lengths ({', '.join(map(str, measured))}) from which on loading and prefilling"
@@ -147,10 +147,10 @@ def _break_even(record: RestoreRecord) -> PageTable:
         "from tokens": lambda row: number(break_even(record.speeds, row[1])),
     }
     rivals = [("prefill chunk by chunk", "cold"), ("one forward", "whole")]
-    return PageTable("Where restoring pays", text, columns, rivals)
+    return TitledTable("Where restoring pays", text, columns, rivals)
 
 
-def _stored(record: RestoreRecord) -> PageTable:
+def _stored(record: RestoreRecord) -> TitledTable:
     settings = record.settings
     text = (
         f"The first {settings.windows} test windows, their contexts stored in chunks of {settings.codec_chunk_tokens}"
@@ -170,4 +170,4 @@ def _stored(record: RestoreRecord) -> PageTable:
         "equal tokens": cols.number("greedy"),
     }
     ordered = sorted(record.stored, key=lambda way: (way.recipe is not None, -way.bits_per_value, way.label))
-    return PageTable("As they are against coded", text, columns, ordered)
+    return TitledTable("As they are against coded", text, columns, ordered)

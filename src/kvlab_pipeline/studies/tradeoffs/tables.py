@@ -23,7 +23,7 @@ from kvlab_pipeline.rendering.figure import (
     log_axis,
 )
 from kvlab_pipeline.rendering.parts import KL_UNIT
-from kvlab_pipeline.rendering.tables import PageTable
+from kvlab_pipeline.rendering.tables import TitledTable
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, TradeoffsRecord
 
 __all__ = ["ABOUT", "TITLE", "figure", "tables"]
@@ -37,12 +37,12 @@ untouched model's first, in nats per token. Bytes are counted, everything that i
 calibrations, which all texts share, are not. A step reads the stored context and, in 16 bits, the tokens since."""
 
 
-def tables(record: TradeoffsRecord) -> list[PageTable]:
+def tables(record: TradeoffsRecord) -> list[TitledTable]:
     """What it costs, by family; against the leading codec; the drafters; and what vouches for it."""
     return [conclusions(record), costs(record), against(record), drafts(record), vouched(record)]
 
 
-def conclusions(record: TradeoffsRecord) -> PageTable:
+def conclusions(record: TradeoffsRecord) -> TitledTable:
     """The sentences that a reader decides by; every number is the record's."""
     lead = record.settings.codecs[0]
     told = [one for one in record.arms if one.against is not None]
@@ -64,10 +64,10 @@ def conclusions(record: TradeoffsRecord) -> PageTable:
             f" Drafts of `{one.name}` are accepted to {percent(one.accepted.value, 0)} and cost no quality, at"
             f" {percent(one.stored / record.full, 0)} of the memory."
         )
-    return PageTable("What to take from it", text)
+    return TitledTable("What to take from it", text)
 
 
-def costs(record: TradeoffsRecord) -> PageTable:
+def costs(record: TradeoffsRecord) -> TitledTable:
     """Every arm."""
     text = (
         f"{record.arms[0].kl.n_windows} windows of {record.context} stored and {record.eval} scored tokens,"
@@ -105,10 +105,10 @@ def costs(record: TradeoffsRecord) -> PageTable:
         name: lambda one, name=name, tell=tell: tell(one) if one else exact.get(name, DASH)
         for name, tell in columns.items()
     }
-    return PageTable("What each costs and buys", text, told, [None, *record.arms])
+    return TitledTable("What each costs and buys", text, told, [None, *record.arms])
 
 
-def against(record: TradeoffsRecord) -> PageTable:
+def against(record: TradeoffsRecord) -> TitledTable:
     """Paired differences at no more bytes."""
     lead = record.settings.codecs[0]
     text = (
@@ -124,10 +124,10 @@ def against(record: TradeoffsRecord) -> PageTable:
         "held against": cols.code("rival"),
         "difference of KL": cols.estimate("against", signed=True),
     }
-    return PageTable("At equal bytes stored", text, columns, [one for one in record.arms if one.against is not None])
+    return TitledTable("At equal bytes stored", text, columns, [one for one in record.arms if one.against is not None])
 
 
-def drafts(record: TradeoffsRecord) -> PageTable:
+def drafts(record: TradeoffsRecord) -> TitledTable:
     """Self-speculation."""
     settings = record.settings
     per_token = record.full_read / record.full
@@ -151,10 +151,10 @@ def drafts(record: TradeoffsRecord) -> PageTable:
             f"{number(one.per_second)} against {number(one.plain_per_second)}"
         ),
     }
-    return PageTable("Self-speculation", text, columns, record.drafted)
+    return TitledTable("Self-speculation", text, columns, record.drafted)
 
 
-def vouched(record: TradeoffsRecord) -> PageTable:
+def vouched(record: TradeoffsRecord) -> TitledTable:
     """What a second computation said."""
     seen = [one for one in record.arms if one.witnessed is not None]
     unseen = [f"`{one.name}`" for one in record.arms if one.witnessed is None]
@@ -168,7 +168,7 @@ def vouched(record: TradeoffsRecord) -> PageTable:
         " For each arm that is no codec, keeping everything left the logits alone and keeping next to nothing moved"
         " them; of codecs, one bit moved them."
     )
-    return PageTable("What vouches for the numbers", text)
+    return TitledTable("What vouches for the numbers", text)
 
 
 # The figure of the study: what each way to make a cache cheaper costs, over what it stores and over what it reads.
