@@ -18,7 +18,7 @@ from kvlab.stats.bootstrap import Estimate
 def kl(low: float, high: float | None = None) -> Estimate:
     """An interval, in its middle the value."""
     high = low if high is None else high
-    return Estimate((low + high) / 2, low, high, 8, 1000, (high - low) / 2, "t")
+    return Estimate((low + high) / 2, low, high, 8, 1000, "t")
 
 
 PLANTED = [  # ends of the interval, the floor, the verdict and what else it may be

@@ -320,7 +320,7 @@ def test_ends_that_are_kept_exactly_run_where_a_token_has_a_place(hf_engine):
 
 def row(codec: str, bits: float, high: float, places: tuple | None) -> measuring.CostRow:
     """A row with what a pick looks at."""
-    kl = Estimate(value=high / 2, low=0.0, high=high, n_windows=4, n_tokens=40, resolvable=high / 2, method="bca")
+    kl = Estimate(value=high / 2, low=0.0, high=high, n_windows=4, n_tokens=40, method="bca")
     return measuring.CostRow(codec, bits, codec, bits, kl, kl, "", bits, bits, 100, 5.0, places, 7)
 
 

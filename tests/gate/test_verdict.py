@@ -19,7 +19,7 @@ GOOD = (0.96, 0.97)
 
 def estimate(low, high, value=None, n=32):
     value = (low + high) / 2 if value is None else value
-    return {"value": value, "low": low, "high": high, "n_windows": n, "n_tokens": 4064, "resolvable": (high - low) / 2}
+    return {"value": value, "low": low, "high": high, "n_windows": n, "n_tokens": 4064}
 
 
 def word(ppl, top1=GOOD, limits=LIMITS):

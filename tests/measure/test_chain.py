@@ -9,7 +9,7 @@ import pytest
 
 from kvlab.core.errors import CodecNotActive, UnknownName
 from kvlab.core.paramfile import overlay
-from kvlab.core.records import read_job, read_tokens, write_json
+from kvlab.core.records import read_job, read_tokens
 from kvlab.engines import registry
 from kvlab_pipeline.jobs.measure import measure
 from kvlab_pipeline.jobs.plan import LADDER, STUDIES, baseline_runs, job_names, jobs
@@ -162,7 +162,6 @@ def test_the_ladder_scores_both_texts_without_codebooks(params, results):
 
 def test_the_report_is_written_from_it(params, metrics, tmp_path):
     verdict = judge(params, metrics)
-    write_json(tmp_path / "metrics.json", metrics)
     findings.write(params, metrics, verdict, tmp_path / "FINDINGS.md", tmp_path / "report.html")
     text = (tmp_path / "FINDINGS.md").read_text()
     assert "## What the gap decomposes into" in text and "Withheld" not in text

@@ -10,7 +10,6 @@ import yaml
 import tiny
 from kvlab.cli import main as cli
 from kvlab.core.paramfile import overlay, read_yaml
-from kvlab.core.records import write_json
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.report import findings
 from kvlab_pipeline.report.metrics import build
@@ -82,7 +81,6 @@ def test_its_own_texts_and_model_lead_to_findings(mine, monkeypatch):
         choice=None,
     )
     metrics = build(params, sources)
-    write_json(mine / "metrics.json", metrics)
     assert summary(metrics)["kl.gap"] == metrics["gap"]["measures"]["kl"]["gap"]["value"]  # of no study
     findings.write(params, metrics, judge(params, metrics), mine / "FINDINGS.md")
     text = (mine / "FINDINGS.md").read_text()

@@ -155,14 +155,13 @@ def test_what_is_not_finite_is_refused():
 
 
 def test_estimate_to_json():
-    estimate = Estimate(1.0, 0.5, 2.0, 8, 80, 0.75, "bca")
+    estimate = Estimate(1.0, 0.5, 2.0, 8, 80, "bca")
     assert set(estimate.to_json()) == {
         "value",
         "low",
         "high",
         "n_windows",
         "n_tokens",
-        "resolvable",
         "method",
         "confidence",
         "n_documents",

@@ -21,7 +21,7 @@ STATES = ("differ", "open", "equivalent")
 
 
 def around(value: float, half: float, windows: int = 32) -> Estimate:
-    return Estimate(value, value - half, value + half, windows, windows, half, "bca")
+    return Estimate(value, value - half, value + half, windows, windows, "bca")
 
 
 def relative(rng, windows: int, apart: float, scatter: float) -> Estimate:

@@ -13,7 +13,7 @@ WINDOWS, TOKENS = 32, 20
 
 
 def made(value, low, high, windows=32) -> Estimate:
-    return Estimate(value, low, high, windows, 20 * windows, (high - low) / 2, "bca")
+    return Estimate(value, low, high, windows, 20 * windows, "bca")
 
 
 def wilson(events: int, n: int) -> Estimate:

@@ -115,12 +115,12 @@ def test_windows_needed():
     assert windows_needed(width=0.02, distance=0.01, n_windows=32) == 129
     assert windows_needed(width=0.01, distance=0.02, n_windows=32) == 33
     assert windows_needed(width=0.01, distance=0.0, n_windows=32) is None
-    open_, settled = Estimate(0.5, -0.5, 1.5, 10, 100, 1.0, "bca"), Estimate(0.5, 0.1, 0.9, 10, 100, 0.4, "bca")
+    open_, settled = Estimate(0.5, -0.5, 1.5, 10, 100, "bca"), Estimate(0.5, 0.1, 0.9, 10, 100, "bca")
     assert windows_for_sign(open_, power=0.5) == 41
     assert windows_for_sign(open_) == 82  # 40 times 2.04
     assert windows_for_sign(settled) == 10
-    assert windows_for_sign(Estimate(-0.5, -1.5, 0.5, 10, 100, 1.0, "bca"), power=0.5) == 41
-    assert windows_for_sign(Estimate(0.0, -1.0, 1.0, 10, 100, 1.0, "bca")) is None
+    assert windows_for_sign(Estimate(-0.5, -1.5, 0.5, 10, 100, "bca"), power=0.5) == 41
+    assert windows_for_sign(Estimate(0.0, -1.0, 1.0, 10, 100, "bca")) is None
 
 
 def test_power_factor_by_hand():
@@ -137,7 +137,7 @@ def test_windows_for_sign_have_the_power_that_they_promise(confidence, effect):
     """Planted: an effect of known size and scatter, measured anew on as many windows as were asked for."""
     pilot, edge = 20, NormalDist().inv_cdf(0.5 + confidence / 2)
     half = edge / math.sqrt(pilot)  # of an interval over the pilot's windows, whose scatter is 1
-    found = Estimate(effect, effect - half, effect + half, pilot, pilot, half, "t", confidence)
+    found = Estimate(effect, effect - half, effect + half, pilot, pilot, "t", confidence)
     needed, boot = windows_for_sign(found), Bootstrap(400, confidence, 0)
     rng = np.random.default_rng(5)
     again = [boot.mean(make(effect + rng.standard_normal((needed, 1)))) for _ in range(400)]

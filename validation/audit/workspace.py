@@ -88,7 +88,7 @@ class Workspace:
     def judge(self, results: Path) -> None:
         """Turn tables into ``metrics.json`` and ``verdict.json``; refuses what a report's readers refuse."""
         from kvlab_pipeline.report.metrics import build
-        from kvlab_pipeline.report.schema import load
+        from kvlab_pipeline.report.schema import filed, load
         from kvlab_pipeline.report.verdict import judge
 
         calib, params = self.folder / "calib", self.params
@@ -100,7 +100,7 @@ class Workspace:
             residual=[results / "residual.json"],
             choice=None,
         )
-        write_json(results / "metrics.json", build(params, sources))
+        write_json(results / "metrics.json", filed(build(params, sources)))
         write_json(results / "verdict.json", judge(params, load(results / "metrics.json")))
 
     def publish(self, results: Path) -> None:

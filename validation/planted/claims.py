@@ -142,7 +142,7 @@ def exactly(case: str, name: str, unit: str, planted: float, column: Column) -> 
     means = column.means
     found = float(column.sums.sum() / column.counts.sum())
     low, high = float(means.min()), float(means.max())
-    estimate = Estimate(found, low, high, len(means), column.n_tokens, (high - low) / 2, "exact")
+    estimate = Estimate(found, low, high, len(means), column.n_tokens, "exact")
     return Claim(case, name, unit, planted, lambda boot: estimate, chance=False)
 
 
@@ -150,11 +150,11 @@ def up_to(
     case: str, name: str, unit: str, planted: float, found: float, slack: float, n_windows: int = 0, n_tokens: int = 0
 ) -> Claim:
     """A number that has to be met up to `slack`, which is a rounding and no chance."""
-    estimate = Estimate(found, found - slack, found + slack, n_windows, n_tokens, slack, "rounding")
+    estimate = Estimate(found, found - slack, found + slack, n_windows, n_tokens, "rounding")
     return Claim(case, name, unit, planted, lambda boot: estimate, chance=False)
 
 
 def at_least(case: str, name: str, unit: str, bound: float, found: float) -> Claim:
     """A bound that a number has to reach: the interval runs from nothing to what was found."""
-    estimate = Estimate(found, 0.0, found, 0, 0, found / 2, "at least")
+    estimate = Estimate(found, 0.0, found, 0, 0, "at least")
     return Claim(case, name, unit, bound, lambda boot: estimate, chance=False)

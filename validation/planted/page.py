@@ -136,7 +136,7 @@ def found(value: dict) -> str:
     if estimate["method"] == "at least":
         return f"{fmt.number(estimate['value'])} (at least the planted)"
     if estimate["method"] == "rounding" and not value["planted"]:
-        return f"{fmt.number(estimate['value'])} (allowed: {fmt.number(estimate['resolvable'], 2)})"
+        return f"{fmt.number(estimate['value'])} (allowed: {fmt.number(fmt.half_width(estimate), 2)})"
     return fmt.estimate(estimate)
 
 

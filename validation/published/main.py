@@ -7,9 +7,9 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.core.records import atomic, read_json, write_table, write_text
+from kvlab.core.records import atomic, write_table, write_text
 from kvlab.stats.bootstrap import Estimate
-from kvlab_pipeline.report.schema import refuse_other_version
+from kvlab_pipeline.report.schema import load
 from validation.published.families import READ, read_folder, refuse_foreign
 from validation.published.reanalyse import Figures
 from validation.published.report import Study, render
@@ -42,12 +42,10 @@ def published(folder: Path, out: Path, metrics: Path | None = None) -> dict:
         When the folder is missing, or no file in it is one of the study.
     StorageError
         When a JSON file is damaged, or the output cannot be written.
-    NonFinite
-        When the metrics hold NaN or infinity.
+    MissingResult, StaleResult
+        When the metrics are none of this version, hold NaN or infinity, or were changed.
     """
-    given = None if metrics is None else read_json(metrics)
-    if metrics is not None:
-        refuse_other_version(given, str(metrics))
+    given = None if metrics is None else load(metrics)
     sources = read_folder(Path(folder), without=Path(out))
     refuse_foreign(Path(folder), sources)
     study = Study.of(sources)

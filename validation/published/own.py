@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlab.core.errors import StorageError
 from kvlab.output import format as fmt
 from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.rendering.withheld import undecided, withheld_because
@@ -17,28 +16,9 @@ MEASURE = "kl"
 
 
 def answer(metrics: dict | None, rows: Sequence[Figures], numbers: Numbers) -> dict:
-    """What the template names: ``state`` (``given``, ``absent``, ``withheld`` or ``empty``) and the tables.
-
-    Raises
-    ------
-    NonFinite
-        When the metrics hold NaN or infinity.
-    StorageError
-        When they are not in this project's shape.
-    """
+    """What the template names: ``state`` (``given``, ``absent``, ``withheld`` or ``empty``) and the tables."""
     if metrics is None:
         return {"state": "absent"}
-    if not isinstance(metrics, dict):
-        raise StorageError("the metrics hold no object; give the metrics.json that `kvlab step metrics` writes")
-    fmt.refuse_non_finite(metrics, "metrics")
-    try:
-        return _answer(metrics, rows, numbers)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise StorageError(f"the metrics are not in the shape that `kvlab step metrics` writes ({reason})") from None
-
-
-def _answer(metrics: dict, rows: Sequence[Figures], numbers: Numbers) -> dict:
     gap = metrics.get("gap")
     if (why := withheld_because(metrics, {})) is not None:
         return {"state": "withheld", "why": why}

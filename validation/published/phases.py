@@ -174,7 +174,7 @@ def layer_ratio(errors: LayerErrors, name: str) -> Estimate | None:
     error = statistics.stdev(values) / math.sqrt(n)
     half = float(stdtrit(n - 1, 0.5 + BOOTSTRAP.confidence / 2)) * error
     mean = statistics.fmean(values)
-    return Estimate(mean, mean - half, mean + half, n, 0, half, "t")
+    return Estimate(mean, mean - half, mean + half, n, 0, "t")
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def t_interval(column: Column) -> Estimate:
     pull = left_out - left_out.mean()
     error = math.sqrt((n - 1) / n * float(pull @ pull))
     half = float(stdtrit(n - 1, 0.5 + BOOTSTRAP.confidence / 2)) * error
-    return Estimate(float(value), float(value - half), float(value + half), n, column.n_tokens, half, "t")
+    return Estimate(float(value), float(value - half), float(value + half), n, column.n_tokens, "t")
 
 
 def bootstrap_interval(column: Column) -> Estimate:
@@ -147,7 +147,7 @@ def bootstrap_interval(column: Column) -> Estimate:
     tail = (1 - BOOTSTRAP.confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     value = float(column.sums.sum() / column.counts.sum())
-    return Estimate(value, float(low), float(high), n, column.n_tokens, float(high - low) / 2, "percentile")
+    return Estimate(value, float(low), float(high), n, column.n_tokens, "percentile")
 
 
 def ratio_of(windows: Sequence[PassageScores], delta: Estimate) -> Estimate | None:
@@ -160,7 +160,7 @@ def ratio_of(windows: Sequence[PassageScores], delta: Estimate) -> Estimate | No
     if delta.high > MOST_NATS:
         return None
     value, low, high = (math.exp(one) for one in (delta.value, delta.low, delta.high))
-    return replace(delta, value=value, low=low, high=high, resolvable=(high - low) / 2)
+    return replace(delta, value=value, low=low, high=high)
 
 
 def agreement(windows: Sequence[PassageScores]) -> Estimate | None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from kvlab.core.errors import Fault, NonFinite
-from kvlab.stats.bootstrap import USUAL_CONFIDENCE
+from kvlab.stats.bootstrap import USUAL_CONFIDENCE, Estimate
 from kvlab.stats.power import POWER, power_factor, windows_needed
 
 DASH = "–"
@@ -60,13 +60,13 @@ def percent(fraction: float | None, decimals: int | None = None) -> str:
     return f"{value:g} %" if decimals is None else f"{fixed(value, decimals)} %"
 
 
-def estimate(given: dict | None, scale: float = 1.0, shift: float = 0.0, signed: bool = False) -> str:
+def estimate(given: Estimate | dict | None, scale: float = 1.0, shift: float = 0.0, signed: bool = False) -> str:
     """An Estimate as ``value [low, high]``, digits chosen by the interval's width.
 
     Parameters
     ----------
-    given : dict or None
-        ``value``, ``low``, ``high``; None is a dash.
+    given : Estimate, dict or None
+        The dict has at least ``value``, ``low``, ``high``; None is a dash.
     scale, shift : float
         What is printed is ``scale * (number - shift)``; per cent of a change is ``100, 1``. A negative scale
         turns the interval round.
@@ -75,6 +75,7 @@ def estimate(given: dict | None, scale: float = 1.0, shift: float = 0.0, signed:
     """
     if given is None:
         return DASH
+    given = given.to_json() if isinstance(given, Estimate) else given
     ends = ("low", "high") if scale > 0 else ("high", "low")
     numbers = [scale * (given[name] - shift) for name in ("value", *ends)]
     value, low, high = written(numbers, (numbers[2] - numbers[1]) / 2, signed)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
+from pydantic import ConfigDict
 from scipy.special import stdtrit
 
 from kvlab.core.errors import Fault, MixedIdentity, NonFinite
@@ -29,29 +30,43 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its interval.
+    """A value with its two-sided interval: the one class of it, here, in every record and in `metrics.json`.
 
-    `resolvable` is half the interval's width: the smallest absolute effect that this many windows can
-    tell from zero. `method` names how the interval was made: ``bca`` (never inside the t interval), ``t``
+    `method` names how the interval was made: ``bca`` (never inside the t interval), ``t``
     (too few windows for a bootstrap), ``percentile`` (no scatter, or BCa undefined) or ``exact`` (a rate
     of 0 or 1). `confidence` is the interval's, two-sided. `n_documents` is how many documents the windows are of,
     which then are what is resampled; None where every window stands for itself.
+
+    Raises
+    ------
+    ValueError
+        The value lies outside its own interval, by more than rounding. In a record pydantic says where.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     value: float
     low: float
     high: float
     n_windows: int
     n_tokens: int
-    resolvable: float
     method: str
     confidence: float = USUAL_CONFIDENCE
     n_documents: int | None = None
 
+    def __post_init__(self) -> None:
+        room = 1e-9 * (1 + abs(self.value))
+        if not self.low - room <= self.value <= self.high + room:
+            raise ValueError(f"value {self.value:g} is outside its own interval, {self.low:g} to {self.high:g}")
+
+    @property
+    def resolvable(self) -> float:
+        """Half the interval's width: the smallest absolute effect that this many windows can tell from zero."""
+        return (self.high - self.low) / 2
+
     def within(self, lowest: float, highest: float) -> Estimate:
         """The same with its interval cut to what the quantity can be."""
-        low, high = max(self.low, lowest), min(self.high, highest)
-        return replace(self, low=low, high=high, resolvable=(high - low) / 2)
+        return replace(self, low=max(self.low, lowest), high=min(self.high, highest))
 
     def to_json(self) -> dict:
         """The fields as a plain dict."""
@@ -176,7 +191,7 @@ class Bootstrap:
             return found.within(0.0, 1.0)
         bound = 1 - ((1 - self.confidence) / 2) ** (1 / column.n_tokens)
         low, high = (0.0, bound) if found.value == 0 else (1 - bound, 1.0)
-        return replace(found, low=low, high=high, resolvable=bound / 2, method="exact")
+        return replace(found, low=low, high=high, method="exact")
 
     def exp_mean(self, column: Column) -> Estimate:
         """exp of the mean over tokens; of delta_nll this is ppl_ratio."""
@@ -243,8 +258,7 @@ class Bootstrap:
 
 def _estimate(value, resampled, jackknife, confidence, n_windows, n_tokens, n_documents) -> Estimate:
     low, high, method = interval(value, resampled, jackknife, confidence)
-    half = (high - low) / 2
-    return Estimate(value, low, high, n_windows, n_tokens, half, method, confidence, n_documents)
+    return Estimate(value, low, high, n_windows, n_tokens, method, confidence, n_documents)
 
 
 def refuse_unpaired(columns: Sequence[Column]) -> None:

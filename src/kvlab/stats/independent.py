@@ -32,5 +32,4 @@ def difference(a: Estimate, b: Estimate) -> Estimate:
     high = value + math.hypot(a.high - a.value, b.value - b.low)
     fewer = min(a, b, key=lambda estimate: estimate.n_windows)
     documents = None if None in (a.n_documents, b.n_documents) else min(a.n_documents, b.n_documents)
-    half = (high - low) / 2
-    return Estimate(value, low, high, fewer.n_windows, fewer.n_tokens, half, "mover", fewer.confidence, documents)
+    return Estimate(value, low, high, fewer.n_windows, fewer.n_tokens, "mover", fewer.confidence, documents)

@@ -242,9 +242,10 @@ def metrics_verb(
     from kvlab.core.records import write_json
     from kvlab_pipeline.cli.contracts import hold
     from kvlab_pipeline.report.metrics import build
+    from kvlab_pipeline.report.schema import filed
     from kvlab_pipeline.studies.chapter import Sources
 
-    made = build(params, Sources(baseline, jobs, codebooks, sigmas, residual, choice, ladder, further))
+    made = filed(build(params, Sources(baseline, jobs, codebooks, sigmas, residual, choice, ladder, further)))
     hold("metrics", made, out)
     write_json(out, made)
 

@@ -30,7 +30,7 @@ class Basis:
         estimates = scattered([given for given in estimates if given])
         if not estimates:
             return ""
-        smallest = [fmt.number(pick(given["resolvable"] for given in estimates), 2) for pick in (min, max)]
+        smallest = [fmt.number(pick(map(fmt.half_width, estimates)), 2) for pick in (min, max)]
         effect = smallest[0] if smallest[0] == smallest[1] else " to ".join(smallest)
         used = {given.get("method", "bca") for given in estimates}
         methods = " or ".join(words for method, words in METHODS.items() if method in used)

@@ -1,6 +1,6 @@
 """What tables of several studies share: how an effect is read, and records of scalar fields as Markdown tables.
 
-Nothing is computed here but units. A study's own tables are in its ``tables.py``.
+Nothing is computed here but units. A study's own tables are in its ``chapter.py``.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ def fields(data: dict) -> str:
 
 def scattered(estimates: list[dict]) -> list[dict]:
     """Those whose interval has a width: a value that cannot vary, such as the truth's, resolves nothing."""
-    return [given for given in estimates if given["resolvable"] > 0] or estimates
+    return [given for given in estimates if fmt.half_width(given) > 0] or estimates
 
 
 def limits(rows: list[tuple[str, list[dict]]]) -> str:
     """Per study: windows, tokens, and the range of the smallest effects that it can tell from zero."""
     lines = []
     for study, estimates in rows:
-        values = [given["resolvable"] for given in scattered(estimates)]
+        values = [fmt.half_width(given) for given in scattered(estimates)]
         low, high = fmt.number(min(values), 2), fmt.number(max(values), 2)
         counts = [fmt.span(given[key] for given in estimates) for key in ("n_windows", "n_tokens")]
         lines.append([study, low if low == high else f"{low} to {high}", *counts])

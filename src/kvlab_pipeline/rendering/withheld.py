@@ -18,7 +18,7 @@ def withheld_because(metrics: dict, verdict: dict) -> str | None:
         return fmt.safe(why or "the agreement of the engines in float32 was not measured")
     if agreement["state"] != "differ" and verdict.get("cross_engine_allowed", True):
         return None
-    reasons = agreement["why"] or [
+    reasons = metrics.get("agreement_why") or [
         f"{row['name']}: {row['detail']}" for row in verdict.get("preconditions") or [] if not row["holds"]
     ]
     return fmt.safe("; ".join(reasons) or "the gate does not allow it").rstrip(".")
@@ -60,13 +60,13 @@ def _as_rounding(one: dict) -> bool:
 
 def compares_engines(metrics: dict) -> bool:
     """Whether anything in the metrics sets one engine against another."""
-    sigma, residual = (metrics.get(name) or {} for name in ("sigma", "residual"))
+    residual = metrics.get("residual") or {}
     return bool(
         metrics.get("agreement")
         or metrics.get("baseline_peers")
         or any(crosses(metrics.get(name)) for name in ("gap", "factors"))
         or any(row["engine"] != TRUTH_ENGINE for row in metrics.get("baseline") or [])
-        or sigma.get("drift")
+        or metrics.get("sigma_drift")
         or residual.get("ratios")
     )
 
@@ -88,5 +88,5 @@ def without_cross_engine(metrics: dict) -> dict:
         ],
         "residual": {key: value for key, value in (metrics.get("residual") or {}).items() if key != "ratios"},
         "baseline": [row for row in metrics.get("baseline") or [] if row["engine"] == TRUTH_ENGINE],
-        "sigma": {key: value for key, value in (metrics.get("sigma") or {}).items() if key != "drift"},
+        "sigma_drift": None,
     }

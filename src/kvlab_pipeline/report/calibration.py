@@ -16,6 +16,31 @@ from kvlab.core.records import file_hash, fingerprint, read_json
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab_pipeline.studies.baselines import LEVELS
 from kvlab_pipeline.studies.measured import Results
+from kvlab_pipeline.studies.tidy import COUNT, DECIBELS, RATIO, By, Estimand, Single
+
+# Sigma_q of one engine's capture in a few numbers, over all layers and KV heads.
+SIGMA = By(
+    "engine",
+    {
+        "heads": Estimand(COUNT),
+        "condition_median": Estimand(RATIO),
+        "condition_max": Estimand(RATIO),
+        "whitening_gain_db_median": Estimand(DECIBELS),
+        "whitening_gain_db_max": Estimand(DECIBELS),
+        "off_diagonal_ratio_median": Estimand(RATIO),
+        "off_diagonal_ratio_max": Estimand(RATIO),
+        "round_trip_error_median": Estimand(RATIO),
+        "round_trip_error_max": Estimand(RATIO),
+    },
+)
+# How far the trace of Sigma_q on vLLM's capture lies from that on transformers'.
+DRIFT = Single(
+    {
+        "trace_ratio": By("layers", Estimand(RATIO)),
+        "trace_difference_median": Estimand(RATIO),
+        "trace_difference_max": Estimand(RATIO),
+    }
+)
 
 
 def read_codebooks(paths: Sequence[Path], params: Params, results: Results) -> list[dict]:
@@ -87,8 +112,8 @@ def used_tables(results: Results) -> dict[tuple[str, str, str, str], str]:
     }
 
 
-def sigma_entry(paths: Sequence[Path], results: Results, boot: Bootstrap) -> dict:
-    """Sigma_q per engine in a few numbers, and how far the engines' captures drift apart.
+def sigma_entries(paths: Sequence[Path], results: Results, boot: Bootstrap) -> dict:
+    """The parts ``sigma``, Sigma_q per engine in a few numbers, and ``sigma_drift``, how far captures drift apart.
 
     Raises
     ------
@@ -104,7 +129,7 @@ def sigma_entry(paths: Sequence[Path], results: Results, boot: Bootstrap) -> dic
             raise StaleResult(f"{path}: a second Sigma_q of engine {engine!r}; remove one", code="stale.twice")
         sidecars[engine] = sidecar
     entries = {engine: sigma_summary(sidecar["diagnostics"]) for engine, sidecar in sidecars.items()}
-    return entries | {"drift": sigma_drift(sidecars, boot)}
+    return {"sigma": entries, "sigma_drift": sigma_drift(sidecars, boot)}
 
 
 def read_sigma_sidecar(path: Path, results: Results) -> dict:

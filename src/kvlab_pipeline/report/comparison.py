@@ -184,7 +184,7 @@ def effects(corners: np.ndarray) -> np.ndarray:
 def paired(other: dict, first: dict) -> bool:
     """Whether two models scored the same tokens."""
     same_tokens = other["identity"]["corpus_hash"] == first["identity"]["corpus_hash"]
-    return same_tokens and other["gap"]["windows"]["key"] == first["gap"]["windows"]["key"]
+    return same_tokens and other["gap"]["windows"][0]["key"] == first["gap"]["windows"][0]["key"]
 
 
 # ---------------------------------------------------------------------------------------- entries
@@ -192,10 +192,10 @@ def paired(other: dict, first: dict) -> bool:
 
 def model_entry(metrics: dict, first: dict) -> dict:
     """Which model it is, and how it is compared with the first."""
-    identity, windows = metrics["identity"], metrics["gap"]["windows"]
+    identity, kl = metrics["identity"], from_windows(metrics["gap"]["windows"])[0]
     return {name: identity[name] for name in ("slug", "model", "model_hash", "corpus_hash")} | {
-        "n_windows": len(windows["windows"]),
-        "n_tokens": windows["n_tokens"],
+        "n_windows": len(kl.windows),
+        "n_tokens": kl.n_tokens,
         "paired": paired(metrics, first),
         "withheld": withheld(metrics),
         "undecided": undecided(metrics) is not None,

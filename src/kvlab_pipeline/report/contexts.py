@@ -9,7 +9,7 @@ from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import parts as tables
 from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.report import certified, claims, front, models
-from kvlab_pipeline.studies.cells.tables import name as cell_name
+from kvlab_pipeline.studies.cells.chapter import name as cell_name
 from kvlab_pipeline.studies.chapter import PageSection
 from kvlab_pipeline.studies.register import chapters
 
@@ -88,13 +88,8 @@ def by_chance(count: int, confidence: float) -> str:
 
 def calibration_context(metrics: dict) -> dict:
     """Sigma_q by engine, the drift between engines, and the codebooks."""
-    sigma = dict(metrics.get("sigma") or {})
-    drift = sigma.pop("drift", None)
-    by_engine = {engine: values for engine, values in sigma.items() if isinstance(values, dict)}
-    books = metrics.get("codebooks") or []
-    books = books.get("tables", []) if isinstance(books, dict) else books
-    if tables.is_estimate(drift):
-        drift = {"drift": drift}
+    by_engine, drift = metrics.get("sigma"), metrics.get("sigma_drift")
+    books = metrics.get("codebooks")
     return {
         "sigma": tables.side_by_side(by_engine) if by_engine else None,
         "drift": tables.fields(drift) if drift else None,

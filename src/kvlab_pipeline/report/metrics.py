@@ -15,9 +15,8 @@ from kvlab.core.records import machine
 from kvlab.output.format import refuse_non_finite
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.jobs import plan
-from kvlab_pipeline.report.calibration import codebook_entries, read_codebooks, sigma_entry
-from kvlab_pipeline.report.digest import DIGEST, with_digest
-from kvlab_pipeline.report.schema import OPTIONAL, VERSION, checked, plain_json
+from kvlab_pipeline.report.calibration import codebook_entries, read_codebooks, sigma_entries
+from kvlab_pipeline.report.schema import OPTIONAL, by_part, checked, filed
 from kvlab_pipeline.studies.chapter import ChapterInputs, Sources
 from kvlab_pipeline.studies.gather import gather
 from kvlab_pipeline.studies.measured import Results
@@ -26,7 +25,7 @@ from kvlab_pipeline.studies.register import chapters
 
 
 def build(params: Params, sources: Sources) -> dict:
-    """The contents of ``metrics.json``.
+    """All numbers, part by part, as `schema.load` reads them of ``metrics.json``; `schema.filed` is what is written.
 
     Parameters
     ----------
@@ -49,7 +48,6 @@ def build(params: Params, sources: Sources) -> dict:
     boot = Bootstrap(params.stats.resamples, params.stats.confidence, params.stats.seed)
     codebooks = read_codebooks(sources.codebooks, params, results)
     found = {
-        "schema_version": VERSION,
         "identity": identity_entry(params, results, codebooks),
         "settings": settings_entry(params),
         "sizes": {
@@ -61,14 +59,14 @@ def build(params: Params, sources: Sources) -> dict:
             "seed": params.stats.seed,
         },
         "codebooks": codebook_entries(codebooks, results),
-        "sigma": sigma_entry(sources.sigmas, results, boot),
+        **sigma_entries(sources.sigmas, results, boot),
     }
     for study, chapter in chapters().items():
         asked = study not in OPTIONAL or study in plan.studies(params)
         made = chapter.entries(ChapterInputs(params, results, boot, sources)) if asked else dict.fromkeys(chapter.parts)
         found |= made
     refuse_non_finite(found, "metrics")
-    return with_digest(plain_json(checked(found | {DIGEST: ""}, "what was measured")))
+    return by_part(checked(filed(found), "what was measured"))
 
 
 def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> dict:

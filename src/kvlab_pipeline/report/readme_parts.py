@@ -16,7 +16,7 @@ from kvlab_pipeline.gate_page.row_summary import BASELINE
 from kvlab_pipeline.rendering import parts as tables
 from kvlab_pipeline.report.certified import checked
 from kvlab_pipeline.report.use import above_zero, in_all, like, named, rung
-from kvlab_pipeline.studies.ladder.tables import TOLD, length
+from kvlab_pipeline.studies.ladder.chapter import TOLD, length
 
 KEPT_STATE = ("label", "rate", "exact_tokens", "at", "even_with_bfloat16")
 STUDIES = {

@@ -20,7 +20,7 @@ from kvlab_pipeline.gate_page import ways
 from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER
 from kvlab_pipeline.gate_page.written_table import WORDS
 from kvlab_pipeline.rendering import parts as tables
-from kvlab_pipeline.studies.ladder.tables import TOLD, length
+from kvlab_pipeline.studies.ladder.chapter import TOLD, length
 from kvlab_pipeline.studies.mechanisms.plan import GREEDY, GREEDY_TOKENS, TASKS
 from kvlab_pipeline.studies.mechanisms.plan import METRICS as WRITTEN
 

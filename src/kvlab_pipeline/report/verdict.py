@@ -178,14 +178,13 @@ def _condition(name: str, problems: Iterable[str], otherwise: str) -> dict:
 
 def engines_do_not_differ(metrics: dict) -> dict:
     """In fp32 the engines are not shown to differ; each verdict is of one engine, so it may be open if they agree."""
-    agreement = metrics["agreement"]
+    agreement, why = metrics["agreement"], metrics["agreement_why"]
     if agreement is None:
-        why = "; ".join(metrics["agreement_why"])
-        return _condition(NO_DIFFERENCE, [], f"nothing to compare: {why}")
-    problems = (agreement["why"] or ["the metrics say that they do"]) if agreement["state"] == "differ" else []
+        return _condition(NO_DIFFERENCE, [], f"nothing to compare: {'; '.join(why)}")
+    problems = (why or ["the metrics say that they do"]) if agreement["state"] == "differ" else []
     told = {
         "equivalent": "equivalent without a codec and with it, under every protocol",
-        "open": "but whether they agree is open: " + "; ".join(agreement["why"]),
+        "open": "but whether they agree is open: " + "; ".join(why),
     }
     return _condition(NO_DIFFERENCE, problems, told.get(agreement["state"], ""))
 

@@ -106,8 +106,8 @@ class Chapter:
 
     Parameters
     ----------
-    parts : dict of str to type
-        Its parts of ``metrics.json``, as pydantic declares fields.
+    parts : dict of str to Several, By, Single or Sentences
+        Its parts of ``metrics.json``, see `studies.tidy`.
     entries : callable
         `ChapterInputs` -> those parts.
     sections : dict of str to PageSection

@@ -11,8 +11,9 @@ from kvlab.core.records import write_text
 from kvlab.output import format as fmt
 from kvlab_pipeline.rendering import svg
 from kvlab_pipeline.rendering.figure import Figure
+from kvlab_pipeline.rendering.tables import TitledTable
+from kvlab_pipeline.rendering.tables import table as markdown
 from kvlab_pipeline.studies.record import read_record
-from kvlab_pipeline.studies.table import Table
 
 
 def write(study: str, records: Sequence[Path], out: Path) -> None:
@@ -60,9 +61,9 @@ def _drawn(figure: Figure, path: Path) -> list[str]:
     return [f"![{figure.title}]({path.name})", figure.note]
 
 
-def _parts(table: Table, mark: str) -> Iterator[str]:
+def _parts(table: TitledTable, mark: str) -> Iterator[str]:
     yield f"{mark} {table.title}"
     if table.text:
         yield table.text
-    if table.rows:
-        yield fmt.table(table.header, table.rows)
+    if table.over:
+        yield markdown(table.over, table.columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise, product
 
-from kvlab_pipeline.studies.ladder.tables import TOLD
+from kvlab_pipeline.studies.ladder.chapter import TOLD
 
 TEXTS = ("test", "other")
 CODECS = ("klt", "hadamard", "kivi")

@@ -46,7 +46,6 @@ class Maker:
             "high": high,
             "n_windows": self.windows,
             "n_tokens": self.tokens,
-            "resolvable": (high - low) / 2,
             "method": "bca",
             "confidence": self.confidence,
         }
@@ -75,10 +74,11 @@ def build(seed: int = 0, engines: tuple[str, ...] = TWO, unresolved: tuple[str, 
             "confidence": make.confidence,
             "resamples": make.count(),
         },
-        "floor": {engine: _floor(make) for engine in engines},
+        "floor": [row for engine in engines for row in _floor(make, engine)],
         "baseline": [_baseline(make, *run) for run in _runs(engines)],
         "baseline_peers": peer_rows(make, engines),
         "agreement": _agreement(make) if len(engines) > 1 else None,
+        "agreement_why": [] if len(engines) > 1 else ["one engine"],
         "gap": _gap(make, engines, ratios, unresolved),
         "factors": _gap(make, engines, ratios, unresolved, dtype=("float32", "bfloat16")),
         "cells": _cells(make, engines, ratios, list(recipes)),
@@ -87,7 +87,7 @@ def build(seed: int = 0, engines: tuple[str, ...] = TWO, unresolved: tuple[str, 
         "residual": residual_part(make, ratios, engines),
         "mitigations": mitigations_part(make, engines),
         "codebooks": [_codebook(make, *choice) for choice in product("kv", ratios)],
-        "sigma": _sigma(make, engines),
+        **_sigma(make, engines),
         **ladder_parts(make, engines[0], list(recipes)),
     }
 
@@ -102,6 +102,7 @@ def _identity(make, recipes):
         "model_hash": f"{make.count()}",
         "corpus_hash": f"{make.count()}",
         "calibration": {"hf": f"{make.count()}"},
+        "calibration_origin": "hf",
         "versions": {"torch": version, "numpy": version},
         "machine": {"cores": make.count(), "system": "Linux"},
         "device": "cpu",
@@ -111,9 +112,9 @@ def _identity(make, recipes):
     }
 
 
-def _floor(make):
-    names = ("rerun", "identity_in_forward", "identity_snapshot")
-    return {name: make.estimate(1e-7) for name in names}
+def _floor(make, engine):
+    runs = ("rerun", "identity_in_forward", "identity_snapshot")
+    return [{"engine": engine, "run": run, "kl": make.estimate(1e-7)} for run in runs]
 
 
 def _runs(engines):
@@ -157,7 +158,6 @@ def _agreement(make):
         "identity": {protocol: make.estimate(1e-9) for protocol in protocols},
         "codec": {protocol: cell() for protocol in protocols},
         "state": "equivalent",
-        "why": [],
         "windows_needed": None,
         "bounds": {
             "identity_kl": make.number(1e-6),
@@ -269,7 +269,8 @@ def _sigma(make, engines):
         return {"condition_median": make.number(1e3), "off_diagonal_ratio_median": make.number(0.2)}
 
     drift = make.estimate(1e-3) if len(engines) > 1 else None
-    return {engine: one() for engine in engines} | {"drift": drift}
+    moved = drift and {"trace_ratio": {"all_layers": drift}}
+    return {"sigma": {engine: one() for engine in engines}, "sigma_drift": moved}
 
 
 def verdict(metrics: dict, seed: int = 0, allowed: bool = True) -> dict:

@@ -10,7 +10,9 @@ def mitigations_part(make, engines: tuple[str, ...]) -> dict:
     """Every arm under one protocol, on every engine."""
     layers = {name: sorted(make.random.sample(range(11, 90), 2)) for name in FAVOURING}
     steps = [
-        {"layers": layers["greedy"][:n], "kl": make.number(0.01), "bits_per_value": make.number(3)} for n in range(3)
+        {"search": "greedy", "step": n, "layers": layers["greedy"][:n]}
+        | {"kl": make.number(0.01), "bits_per_value": make.number(3)}
+        for n in range(3)
     ]
     return {
         "choice": {
@@ -19,8 +21,7 @@ def mitigations_part(make, engines: tuple[str, ...]) -> dict:
             "protocol": "snapshot",
             "windows": make.count(),
             "budget": make.number(5),
-            "layers": layers,
-            "searches": {"greedy": steps},
+            "searches": steps,
         },
         "arms": [_arm(make, engine, name, layers.get(name, [])) for engine in engines for name in ARMS],
         "comparisons": [_comparison(make, engine, name, layers[name]) for engine in engines for name in FAVOURING],

@@ -13,12 +13,6 @@ def residual_part(make, ratios: tuple[float, ...], engines: tuple[str, ...]) -> 
     places = [("layer", layer, layer == first) for layer in (first, first + 1)]
     places += [(group, None, None) for group in GROUPS]
     return {
-        "origin": engines[0],
-        "engines": list(engines),
-        "windows": make.windows,
-        "context": make.count(),
-        "boundary_layers": [first],
-        "recipes": {},
         "rows": [
             {"engine": engine} | _place(ratio, stream, place) | _errors(make, stream)
             for engine, ratio, stream, place in product(engines, ratios, ("k", "v"), places)

@@ -13,7 +13,7 @@ from kvlab.core.records import BaselineCell, read_baseline, read_json, read_toke
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.rendering.templates import render
-from kvlab_pipeline.studies.baseline import tables as baseline_tables
+from kvlab_pipeline.studies.baseline import chapter as baseline_tables
 from kvlab_pipeline.studies.baseline.numbers import baseline_entry, peer_entries
 from kvlab_pipeline.studies.gather import read_baselines
 from kvlab_pipeline.studies.measured import Results

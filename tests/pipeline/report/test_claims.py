@@ -54,7 +54,7 @@ def test_many_cells_are_counted():
 
 
 def test_a_claim_compares_two_things():
-    effect = Estimate(1.0, 0.5, 1.5, 32, 4064, 0.5, "bca").to_json()
+    effect = Estimate(1.0, 0.5, 1.5, 32, 4064, "bca").to_json()
     for sides in ([], [[], []], [[], [], []]):
         with refused(Fault, "fault.two-sides"):
             claim("gap", "`x`", effect, sides)

@@ -20,9 +20,10 @@ from kvlab_pipeline.report.across import families, verdict
 from kvlab_pipeline.report.claims import resolved
 from kvlab_pipeline.report.digest import with_digest
 from kvlab_pipeline.report.metrics import build as build_metrics
-from kvlab_pipeline.report.schema import VERSION
+from kvlab_pipeline.report.schema import VERSION, filed
 from kvlab_pipeline.report.summary import summary
 from kvlab_pipeline.report.verdict import judge
+from kvlab_pipeline.studies.factors.numbers import from_windows
 from pipeline.report.synthetic import Effects, small_params, write_results
 from refusals import refused
 
@@ -53,8 +54,7 @@ def large(params, tmp_path_factory):
 
 def measured(params, effects, folder) -> dict:
     """What `kvlab step metrics` would have written."""
-    write_json(folder / "metrics.json", build_metrics(params, write_results(folder, params, effects).sources))
-    return read_json(folder / "metrics.json")
+    return build_metrics(params, write_results(folder, params, effects).sources)
 
 
 def named(metrics: dict, slug: str, **identity) -> dict:
@@ -80,10 +80,9 @@ def covers(given: dict, truth: float) -> bool:
 
 def test_metrics_name_their_model_and_its_windows(small, params):
     assert (small["identity"]["slug"], small["identity"]["model"]) == ("reference", "models/reference")
-    windows = small["gap"]["windows"]
-    assert len(windows["sums"]) == 8 and len(windows["counts"]) == params.windows.test
-    total = sum(windows["counts"])
-    means = [sum(corner) / total for corner in windows["sums"]]
+    columns = from_windows(small["gap"]["windows"])
+    assert len(columns) == 8 and {len(one.windows) for one in columns} == {params.windows.test}
+    means = [one.sums.sum() / one.counts.sum() for one in columns]
     kl = small["gap"]["measures"]["kl"]
     assert means == pytest.approx([corner["value"]["value"] for corner in kl["corners"]])
     assert means[0] == pytest.approx(kl["low"]["value"]) and means[-1] == pytest.approx(kl["high"]["value"])
@@ -112,12 +111,13 @@ def test_models_on_the_same_tokens_are_paired(small, large):
     assert "mover" not in {given.get("method") for given in paired.values()}
     for name in ("kl.gap", "kl.high", "kl.share.variance_ratio"):
         assert paired[name]["value"] == pytest.approx(apart[name]["value"])
-        assert paired[name]["resolvable"] < 0.5 * apart[name]["resolvable"]
+        assert fmt.half_width(paired[name]) < 0.5 * fmt.half_width(apart[name])
 
 
 def test_windows_of_another_grid_are_not_paired(small, large):
     other = copy.deepcopy(large)
-    other["gap"]["windows"]["key"] = "0" * 64
+    for row in other["gap"]["windows"]:
+        row["key"] = "0" * 64
     assert differences(comparison.build([small, other]))["kl.gap"]["method"] == "mover"
 
 
@@ -222,7 +222,8 @@ def test_layers_of_models_of_one_depth_are_equal_or_not(small, large):
 
 def test_a_model_whose_engines_disagree_is_withheld(small, large, params, tmp_path):
     other = copy.deepcopy(large)
-    other["agreement"] |= {"state": "differ", "why": ["the identity cells differ"]}
+    other["agreement"] |= {"state": "differ"}
+    other["agreement_why"] = ["the identity cells differ"]
     compared = comparison.build([small, other])
     assert not compared["claims"]
     shown = [row for row in compared["rows"] if row["model"] == "large" and row["estimate"]]
@@ -325,8 +326,8 @@ def test_pages_link_one_another(small, large, compared, params, tmp_path):
 
 def files(folder: Path, **metrics: dict) -> list[str]:
     for name, content in metrics.items():
-        again = isinstance(content, dict) and "digest" in content  # as what was changed here would have been written
-        write_json(folder / f"{name}.json", with_digest(content) if again else content)
+        made = isinstance(content, dict) and "gap" in content  # metrics, as they would have been written
+        write_json(folder / f"{name}.json", filed(content) if made else content)
     return [str(folder / f"{name}.json") for name in metrics]
 
 
@@ -344,9 +345,12 @@ def test_compare_writes_three_files_and_reads_no_parameters(small, large, compar
     [
         (lambda small, large: {"a": small, "b": small}, "'reference' twice"),
         (lambda small, large: {"a": small, "b": ["no metrics"]}, "b.json has no schema_version, this kvlab reads"),
-        (lambda small, large: {"a": small | {"schema_version": 7}}, "a.json is of schema_version 7, this kvlab reads"),
         (
-            lambda small, large: {"a": {k: v for k, v in small.items() if k != "settings"}},
+            lambda small, large: {"a": filed(small) | {"schema_version": 7}},
+            "a.json is of schema_version 7, this kvlab reads",
+        ),
+        (
+            lambda small, large: {"a": {k: v for k, v in filed(small).items() if k != "settings"}},
             f"a.json is no metrics of version {VERSION}: settings: Field required",
         ),
     ],

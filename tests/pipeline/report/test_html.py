@@ -202,13 +202,14 @@ def test_a_figure_that_is_withheld_from_the_metrics_cannot_be_shown():
 
 def test_nothing_that_compares_engines_is_in_the_page_when_they_disagree(tmp_path):
     metrics = build()
-    metrics["agreement"] |= {"state": "differ", "why": ["the identity cells differ"]}
+    metrics["agreement"] |= {"state": "differ"}
+    metrics["agreement_why"] = ["the identity cells differ"]
     text, html = render(tmp_path, metrics, verdict(metrics, allowed=False))
     reader = Reader(html)
     assert "gap_shapley" not in reader.said()
     assert {words.split(",")[0] for words in reader.said()["baseline"]} == {"hf"}
     assert "".join(reader.words).count("the identity cells differ") == text.count("the identity cells differ")
-    hidden = [metrics["gap"], metrics["agreement"], metrics["sigma"]["drift"]]
+    hidden = [metrics["gap"], metrics["agreement"], metrics["sigma_drift"]]
     hidden += [row for row in metrics["baseline"] if row["engine"] == "vllm"]
     found = numbers_in(hidden)
     assert len(found) > 30

@@ -14,7 +14,7 @@ from kvlab.stats.bootstrap import Column
 from kvlab.stats.multiple import sign_flip_two_sided_p
 from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.report.claims import resolved, sentence
-from kvlab_pipeline.studies.layers import tables as tables_layers
+from kvlab_pipeline.studies.layers import chapter as tables_layers
 from kvlab_pipeline.studies.layers.chapter import claims as layer_claims
 from kvlab_pipeline.studies.layers.chapter import layers, layers_table
 from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries, standing_out
@@ -288,7 +288,7 @@ def test_only_discoveries_are_marked():
     row = {"engine": "hf", "protocol": "snapshot", "stream": "k", "kind": "only", "layer": 3, "boundary": False}
     row["kl"] = {"value": 0.5, "low": 0.4, "high": 0.6}
     for key, mark, other in (("q_value", "†", "q_stands_out"), ("q_stands_out", "‡", "q_value")):
-        pages = [tables_layers.layers([row | {key: q, other: None}], 0.05) for q in (0.05, 0.0501, None)]
+        pages = [tables_layers.costs([row | {key: q, other: None}], 0.05) for q in (0.05, 0.0501, None)]
         assert [page.count(mark) for page in pages] == [1, 0, 0]
         assert [sum(map(page.count, "†‡")) for page in pages] == [1, 0, 0]
 

@@ -17,9 +17,9 @@ from kvlab.stats.rounding import SIGNIFICANT_BITS, relative_rounding
 from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.report.claims import resolved, sentence
 from kvlab_pipeline.studies.columns import divides
-from kvlab_pipeline.studies.noise import tables as tables_noise
+from kvlab_pipeline.studies.noise import chapter as tables_noise
 from kvlab_pipeline.studies.noise.chapter import claims as claims_of
-from kvlab_pipeline.studies.noise.figure import noise, noise_table
+from kvlab_pipeline.studies.noise.chapter import noise, noise_table
 from kvlab_pipeline.studies.noise.numbers import (
     closure_entries,
     noise_entries,
@@ -220,7 +220,7 @@ def test_roundings_off_the_curve_are_told(params, closing, expected):
     ],
 )
 def test_readings(ends, expected):
-    assert reading(Estimate(sum(ends) / 2, *ends, 12, 12, 0.1, "bca")) == expected
+    assert reading(Estimate(sum(ends) / 2, *ends, 12, 12, "bca")) == expected
 
 
 def test_the_share_of_an_engines_own_run(params, results):
@@ -330,7 +330,7 @@ def report(metrics):
     claims = {
         "noise": [sentence(claim) for claim in claims_of(*(metrics.get(part, []) for part in ("closure", "structure")))]
     }
-    context = tables_noise.context(metrics, plain_basis)
+    context = tables_noise.noise_context(metrics, plain_basis)
     given = {"figures": {"noise": "figures/noise.svg"}, "unit": "nats per token"}
     return render("noise.md.j2", noise=context, claims=claims, **given)
 

@@ -28,7 +28,7 @@ def opened(metrics: dict, needed: int | None = NEEDED, jitters: float = 0.1) -> 
     codec = copy.deepcopy(metrics["agreement"]["codec"])
     for one in codec.values():
         one["jitter_kl"]["value"] = jitters * one["cross_kl"]["value"]
-    told = {"state": "open", "windows_needed": needed, "why": ["so"], "codec": codec}
+    told = {"state": "open", "windows_needed": needed, "codec": codec}
     return metrics | {"agreement": metrics["agreement"] | told}
 
 
@@ -189,7 +189,8 @@ def test_two_models_are_too_few_and_one_is_no_comparison(models):
 
 def test_a_model_on_which_the_engines_are_open_or_differ_does_not_count(models):
     found = [models[0], opened(models[1]), copy.deepcopy(models[2])]
-    found[2]["agreement"] |= {"state": "differ", "why": ["they drift"]}
+    found[2]["agreement"] |= {"state": "differ"}
+    found[2]["agreement_why"] = ["they drift"]
     engine = across(found)["engine"]
     assert [one["reading"] for one in engine["models"]] == ["raises", "open", "withheld"]
     assert engine["verdict"] == "holds on 1 of 3: raises KL there"

@@ -18,7 +18,7 @@ from kvlab_pipeline.rendering import svg
 from kvlab_pipeline.rendering.basis import METHODS
 from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.report.claims import sentence
-from kvlab_pipeline.studies.residual import tables
+from kvlab_pipeline.studies.residual import chapter as tables
 from kvlab_pipeline.studies.residual.chapter import claims as residual_claims
 from kvlab_pipeline.studies.residual.chapter import d_eff, d_eff_table, residual, residual_table
 from kvlab_pipeline.studies.residual.numbers import residual_entries
@@ -175,7 +175,7 @@ def test_rank_spread_by_hand():
 
 
 def page(made: dict | None, withheld: str | None = None) -> str:
-    context = tables.context(made, 0.95, METHODS)
+    context = tables.residual_context(made, "hf", 0.95, METHODS)
     links = dict.fromkeys(FIGURES)
     return render("residual.md.j2", residual=context, withheld=withheld, alpha="0.05", figures=links, claims={})
 
@@ -334,7 +334,7 @@ def test_nothing_in_the_section_is_typed():
     for seed in range(24):
         make = Maker(seed)
         ratios = tuple(round(make.random.uniform(0.5, 0.999), 4) for _ in range(2))
-        context = tables.context(residual_part(make, ratios, ("hf", "vllm")), make.confidence, METHODS)
+        context = tables.residual_context(residual_part(make, ratios, ("hf", "vllm")), "hf", make.confidence, METHODS)
         alpha = str(round(1 - make.confidence, 9))
         shared = {"withheld": None, "figures": dict.fromkeys(FIGURES), "claims": {}}
         text = render("residual.md.j2", residual=context, alpha=alpha, **shared)

@@ -18,7 +18,7 @@ from kvlab_pipeline.rendering.withheld import without_cross_engine
 from kvlab_pipeline.report.claims import derived
 from kvlab_pipeline.report.digest import with_digest
 from kvlab_pipeline.report.metrics import build
-from kvlab_pipeline.report.schema import VERSION, Metrics, checked, json_schema, load, read
+from kvlab_pipeline.report.schema import VERSION, Metrics, by_part, checked, filed, json_schema, load, read
 from pipeline.report.synthetic import small_params, write_results
 from refusals import refused
 
@@ -35,19 +35,39 @@ def test_the_published_schema_is_what_the_models_generate():
     assert json.loads(PUBLISHED.read_text()) == json_schema()
 
 
-def test_what_is_built_is_read_back_the_same(metrics, tmp_path):
+@pytest.fixture(scope="module")
+def written(metrics):
+    """The file."""
+    return filed(metrics)
+
+
+def test_what_is_built_is_read_back_the_same(metrics, written, tmp_path):
     path = tmp_path / "metrics.json"
-    path.write_text(json.dumps(metrics))
-    assert load(path) == json.loads(json.dumps(metrics))
-    assert read(path).cells[0].kl.value == metrics["cells"][0]["kl"]["value"]
+    path.write_text(json.dumps(written))
+    assert load(path) == json.loads(json.dumps(metrics)) == by_part(checked(written, "m.json"))
+    assert filed(load(path)) == written
     assert metrics["schema_version"] == VERSION and "claims" not in metrics
 
 
-def test_what_is_built_keeps_its_contract(metrics):
+def test_the_file_is_one_table_and_a_row_says_what_it_is_about(metrics, written):
+    """As a stranger reads it, who knows no study."""
+    rows = [row for row in written["estimates"] if (row["part"], row["estimand"]) == ("cells", "kl")]
+    found = {row["levels"]["cell_id"]: (row["value"], row["low"], row["high"], row["n_windows"]) for row in rows}
+    ends = ("value", "low", "high", "n_windows")
+    told = {one["cell_id"]: tuple(one["kl"][end] for end in ends) for one in metrics["cells"]}
+    assert found == told and {row["unit"] for row in rows} == {"nats per token"}
+    shares = [row for row in written["estimates"] if row["part"] == "gap.measures.parts" and row["estimand"] == "share"]
+    of = {(row["levels"]["measure"], row["levels"]["factor"]) for row in shares}
+    assert of >= {("kl", "engine"), ("kl", "protocol")}
+    cells = written["compared"]
+    assert [cells[name]["engine"] for side in shares[0]["cells"] for name in side] == ["vllm", "hf"]
+
+
+def test_what_is_built_keeps_its_contract(written):
     """That of docs/metrics.schema.json, which `kvlab step metrics` holds it against before it writes it."""
-    hold("metrics", metrics, "m.json")
+    hold("metrics", written, "m.json")
     with refused(ContractBroken, None, "m.json: schema_version", "'3'", VERSION):
-        hold("metrics", metrics | {"schema_version": "3"}, "m.json")
+        hold("metrics", written | {"schema_version": "3"}, "m.json")
 
 
 @given(version=st.none() | st.integers().filter(lambda n: n != VERSION) | st.text(max_size=5))
@@ -59,12 +79,12 @@ def test_another_version_is_refused_in_one_line(version):
 
 
 @pytest.mark.parametrize("part", sorted(Metrics.model_fields))
-def test_a_part_that_is_missing_or_unknown_is_named(metrics, part):
+def test_a_part_that_is_missing_or_unknown_is_named(written, part):
     if part not in ("schema_version",):
         with refused(MissingResult, "missing-result.no-metrics", "a.json", VERSION, f": {part}: Field required"):
-            checked({name: value for name, value in metrics.items() if name != part}, "a.json")
+            checked({name: value for name, value in written.items() if name != part}, "a.json")
     with refused(MissingResult, "missing-result.no-metrics", ": claims: Extra inputs are not permitted"):
-        checked(metrics | {"claims": []}, "a.json")
+        checked(written | {"claims": []}, "a.json")
 
 
 def test_no_claim_is_left_that_compares_engines_when_they_may_not_be(metrics):
@@ -76,20 +96,50 @@ def test_no_claim_is_left_that_compares_engines_when_they_may_not_be(metrics):
     assert kept and not crossing(kept)
 
 
-def test_metrics_changed_by_hand_are_refused(metrics, tmp_path):
+def test_metrics_changed_by_hand_are_refused(written, tmp_path):
     path = tmp_path / "metrics.json"
-    write_json(path, metrics)
+    write_json(path, written)
     read(path)
-    changed = deepcopy(metrics)
+    changed = deepcopy(written)
     changed["identity"]["model_hash"] = "f" * 16
     write_json(path, changed)
     with refused(StaleResult, "stale.changed", path):
         read(path)
 
 
-def test_a_value_outside_its_own_interval_is_refused(metrics, tmp_path):
-    path, changed = tmp_path / "metrics.json", deepcopy(metrics)
-    changed["gap"]["measures"]["kl"]["gap"]["value"] = 1e6
-    write_json(path, with_digest(changed))
-    with refused(MissingResult, "missing-result.no-metrics", "gap.measures.kl.gap", "1e+06"):
+def changed_row(written, part, estimand, columns):
+    """The file with other columns in the first row of an estimand, its digest made anew."""
+    changed = deepcopy(written)
+    row = next(row for row in changed["estimates"] if (row["part"], row["estimand"]) == (part, estimand))
+    row.update(columns)
+    return with_digest(changed)
+
+
+def test_a_value_outside_its_own_interval_is_refused(written, tmp_path):
+    path = tmp_path / "metrics.json"
+    write_json(path, changed_row(written, "gap.measures", "gap", {"value": 1e6}))
+    with refused(MissingResult, "missing-result.no-metrics", "estimates.", "1e+06"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "estimand", "columns", "code"),
+    [
+        ("agreement", "windows_needed", {"verdict": "same"}, "stale.verdict"),
+        ("cells", "kl", {"estimand": "kl_net"}, "stale.other-rows"),
+        ("cells", "kl", {"part": "cellars"}, "stale.parts"),
+        ("baseline", "kl", {"levels": {}}, "stale.levels"),
+        ("gap.measures", "gap", {"levels": {"measure": "kl"}}, "stale.twice"),
+    ],
+)
+def test_a_table_that_no_study_writes_is_refused(written, tmp_path, part, estimand, columns, code):
+    path = tmp_path / "metrics.json"
+    write_json(path, changed_row(written, part, estimand, columns))
+    with refused(StaleResult, code):
+        load(path)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5])
+def test_a_probability_is_one(written, value):
+    with refused(MissingResult, "missing-result.no-metrics", "no probability"):
+        checked(changed_row(written, "layers", "p_value", {"value": value}), "a.json")

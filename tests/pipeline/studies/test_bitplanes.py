@@ -205,7 +205,7 @@ def test_every_layer_and_head_has_its_number(record, hf_engine):
             assert len(measured.heads) == info.n_layers and {len(layer) for layer in measured.heads} == {info.n_heads}
             assert np.mean(measured.heads) == pytest.approx(measured.overall.value, abs=1e-5)
             assert measured.overall.low <= measured.overall.value <= measured.overall.high
-            assert measured.overall.n == 3
+            assert measured.overall.n_windows == 3
 
 
 def test_the_keys_themselves_rank_best_and_chance_keeps_its_share(record):

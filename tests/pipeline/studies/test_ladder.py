@@ -20,12 +20,11 @@ from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.report import figures, findings
 from kvlab_pipeline.report.claims import resolved, sentence
 from kvlab_pipeline.report.metrics import build
-from kvlab_pipeline.studies.ladder.chapter import claims, ladder_table, series_of
+from kvlab_pipeline.studies.ladder.chapter import claims, context, ladder_table, plain_rows, series_of
 from kvlab_pipeline.studies.ladder.facts import gains, of_rows
 from kvlab_pipeline.studies.ladder.numbers import SAME_BITS, Rung, limit_of
 from kvlab_pipeline.studies.ladder.plan import ablations
 from kvlab_pipeline.studies.ladder.state import State, state_of
-from kvlab_pipeline.studies.ladder.tables import context, plain_rows
 from kvlab_pipeline.studies.processes import units
 from kvlab_pipeline.studies.settings import Settings
 from pipeline.report import test_comparison

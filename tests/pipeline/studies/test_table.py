@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-from kvlab.core.errors import Fault
+from collections.abc import Iterator
+
+from kvlab.output.format import estimate
 from kvlab.stats.bootstrap import Estimate
-from kvlab_pipeline.studies.table import EstimateRecord, Table, estimate, spread
-from refusals import refused
+from kvlab_pipeline.rendering import tables
+from kvlab_pipeline.studies.bitplanes.tables import spread
+
+FOUND = Estimate(0.95, 0.8, 1.1, 12, 99, "bca").within(0.0, 1.0)
 
 
-def test_a_ragged_table_is_no_table():
-    assert Table("t", "", ("a", "b"), (("1", "2"),)).rows == (("1", "2"),)
-    with refused(Fault, "fault.ragged-table", 3, 2):
-        Table("t", "", ("a", "b"), (("1", "2"), ("1", "2", "3")))
+def test_a_table_is_its_rows_under_their_headings():
+    rows = [
+        {"name": "a", "kl": FOUND.to_json(), "of": {"k": 3, "v": None}},
+        {"name": None, "kl": None, "of": {"k": 1, "v": 2.5}},
+    ]
+    columns = {
+        "who": tables.code("name"),
+        "KL": tables.estimate("kl"),
+        "share, %": tables.percent("kl"),
+        "K": tables.number("of.k"),
+        "V": tables.number("of.v"),
+        "reading": tables.effect("kl"),
+    }
+    found = tables.TitledTable("t", "", columns, rows)
+    assert found.rows == [
+        ("`a`", "0.95 [0.80, 1.00]", "95 [80, 100]", "3", "–", "clear of zero"),
+        ("–", "–", "–", "1", "2.50", "–"),
+    ]
+    lines = tables.table(rows, columns).splitlines()
+    assert lines[0] == "| who | KL | share, % | K | V | reading |" and len(lines) == 4
+    assert tables.table_if_any([], columns) is None
 
 
-def test_what_is_not_there_is_a_dash():
-    assert estimate(None) == "–" and spread([]) == ("–", "–", "–")
+def test_rows_are_read_once_and_may_be_records():
+    def rows() -> Iterator[Estimate]:
+        yield FOUND
+
+    assert tables.table_if_any(rows(), {"n": tables.number("n_windows")}) == "| n |\n| ---: |\n| 12 |"
 
 
 def test_an_interval_ends_where_the_quantity_does():
-    found = EstimateRecord.of(Estimate(0.95, 0.8, 1.1, 12, 99, 0.15, "bca"), 0.0, 1.0)
-    assert (found.value, found.low, found.high, found.n, found.method) == (0.95, 0.8, 1.0, 12, "bca")
-    assert estimate(found, 100) == "95 [80, 100]"
-    assert estimate(found, signed=True) == "+0.95 [+0.80, +1.00]"
+    assert (FOUND.value, FOUND.low, FOUND.high) == (0.95, 0.8, 1.0)
+    assert estimate(FOUND, 100) == "95 [80, 100]" and estimate(None) == "–"
+    assert estimate(FOUND, signed=True) == "+0.95 [+0.80, +1.00]"
 
 
 def test_the_median_of_an_even_number_lies_between():
     assert spread([4.0, 1.0, 3.0, 2.0]) == ("1.00", "2.50", "4.00")
-    assert spread([2.0]) == ("2.00", "2.00", "2.00")
+    assert spread([2.0]) == ("2.00", "2.00", "2.00") and spread([]) == ("–", "–", "–")

@@ -87,7 +87,7 @@ class TestRefusals:
 class TestARun:
     def test_every_arm_is_there_and_a_second_computation_agrees(self, found, asks):
         assert {one.family for one in found.arms} == FAMILIES
-        assert all(one.kl.n == 2 and one.found.n == 2 for one in found.arms)
+        assert all(one.kl.n_windows == 2 and one.found.n_windows == 2 for one in found.arms)
         assert all(one.witnessed is not None for one in found.arms if one.family not in ("codec",))
 
     def test_bytes_follow_the_formulas(self, found):

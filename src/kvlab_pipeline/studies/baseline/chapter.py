@@ -2,102 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
 
 import polars as pl
-from pydantic import Field
 
-from kvlab.core.recipe import Attention, DType, Engine, Protocol
-from kvlab.stats.equivalence import State
-from kvlab_pipeline.rendering import marks
+from kvlab.output import format as fmt
+from kvlab_pipeline.rendering import marks, tables
+from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import Figure
 from kvlab_pipeline.rendering.parts import KL_UNIT
-from kvlab_pipeline.studies.baseline.numbers import agreement_entry, baseline_entry, floor_entry, peer_entries
-from kvlab_pipeline.studies.baseline.tables import context
+from kvlab_pipeline.rendering.withheld import settling
+from kvlab_pipeline.studies.baseline.numbers import PARTS, agreement_entry, baseline_entry, floor_entries, peer_entries
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
-
-# Parts of ``metrics.json`` on engines without a codec: floor, baseline, baseline_peers and agreement.
-
-
-class Distance(Entry):
-    """How far a run without a codec is from what it is compared with, on the same tokens."""
-
-    run: str
-    dtype: DType
-    kl: Interval
-    """Nats per token."""
-    ppl_ratio: Interval
-    top1_agreement: Interval
-
-
-class BaselineEntry(Distance):
-    """An engine as it is, against the float32 truth (transformers with sdpa attention)."""
-
-    engine: Engine
-    attention: Attention
-
-
-class PeerEntry(Distance):
-    """An engine as it is, against the other engine in the same dtype."""
-
-    against: str
-
-
-class CodecAgreement(Entry):
-    """The studied codec in float32 on both engines, under one protocol; KL in nats per token."""
-
-    cross_kl: Interval
-    """Between the two engines, both coded."""
-    jitter_kl: Interval
-    """Between transformers, coded, and itself with K and V moved by a rounding error."""
-    beyond_jitter: Interval
-    """`cross_kl` minus a multiple of `jitter_kl`."""
-    beyond_band: Interval
-    """`cross_kl` minus a part of the codec's own KL."""
-    jitters: int = 0
-    """Rounding errors of each window over which each engine's own KL is averaged, beside the result without one."""
-    hf_kl: float
-    vllm_kl: float
-    relative_difference: Interval
-    """What the codec costs on vLLM over what it costs on transformers, minus one."""
-    difference: Interval
-    """What the codec costs on vLLM minus what it costs on transformers."""
-    compared: Compared
-    state: State
-    """``equivalent`` only where whole intervals lie inside the bounds, ``differ`` where they lie outside, else open."""
-
-
-class AgreementBounds(Entry):
-    """What the tests of the engines' agreement ask for."""
-
-    identity_kl: float
-    """Nats per token that the KL without a codec must be below."""
-    relative: float
-    """What the codec's KL may differ by, and what the KL between the coded runs may be, over the codec's own."""
-    jitter_multiple: float
-    """How many times `jitter_kl` the KL between the coded runs may be instead."""
-
-
-class Agreement(Entry):
-    """Whether the engines compute the same function in float32: an equivalence test."""
-
-    identity: dict[Protocol, Interval]
-    """KL between the engines with a codec that changes nothing."""
-    codec: dict[Protocol, CodecAgreement]
-    state: State
-    """That of the weakest test under any protocol."""
-    why: tuple[str, ...]
-    """What differs, or what is open."""
-    windows_needed: int | None
-    """At which nothing would be open, with a power of 80 % and post hoc; null where nothing is, or none settles it."""
-    bounds: AgreementBounds
-
-
-Floor = dict[Engine, dict[str, Interval]]
-"""KL of each engine to itself: run again (rerun), and with a codec that changes nothing (identity, by protocol)."""
-
 
 # Without any codec: how far each engine and dtype is from the float32 truth.
 
@@ -151,7 +68,7 @@ def entries(measured: ChapterInputs) -> dict:
     params, results, boot = measured.params, measured.results, measured.boot
     agreement, why = agreement_entry(params, results, boot)
     return {
-        "floor": {engine: floor_entry(params, results, boot, engine) for engine in params.engines},
+        "floor": [row for engine in params.engines for row in floor_entries(params, results, boot, engine)],
         "baseline": [baseline_entry(results, boot, run) for run in results.runs],
         "baseline_peers": peer_entries(params, results, boot),
         "agreement": agreement,
@@ -167,17 +84,86 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
     ]
 
 
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def floor(rows: list[dict]) -> str:
+    """What each engine differs from itself by."""
+    found = {(row["engine"], row["run"]): row["kl"] for row in rows}
+    columns = {
+        f"{run.replace('_', ' ', 1)}, {KL_UNIT}": lambda engine, run=run: fmt.estimate(found.get((engine, run)))
+        for run in sorted({run for _, run in found})
+    }
+    return tables.table(dict.fromkeys(engine for engine, _ in found), {"engine": "`{}`".format} | columns)
+
+
+def distances(rows: list[dict], keys: tuple[str, ...] = ("engine", "dtype", "attention")) -> str:
+    """Uncompressed runs against the float32 truth, or against whatever `keys` say."""
+    columns = {key: tables.code(key) for key in keys} | {
+        f"KL, {KL_UNIT}": tables.estimate("kl"),
+        "perplexity change, %": tables.change("ppl_ratio"),
+        "same top token, %": tables.percent("top1_agreement"),
+    }
+    return tables.table(rows, columns)
+
+
+def peers(rows: list[dict]) -> str:
+    """Uncompressed runs of two engines in the same dtype, against each other."""
+    return distances(rows, ("run", "against", "dtype"))
+
+
+def agreement(given: dict) -> str:
+    """Float32 only: the identity cells across engines, and the codec cells measured on either engine."""
+    identity, coded = given["identity"], given["codec"]
+
+    def of_codec(tell: Callable[..., str], name: str, *how: float) -> tables.Column:
+        return lambda protocol: tell((coded.get(protocol) or {}).get(name), *how)
+
+    columns = {
+        "protocol": "`{}`".format,
+        "no codec: KL between engines": lambda protocol: fmt.estimate(identity.get(protocol)),
+        "codec: KL between engines": of_codec(fmt.estimate, "cross_kl"),
+        "codec: KL of `hf` to itself, jittered": of_codec(fmt.estimate, "jitter_kl"),
+        "codec: KL on `hf`": of_codec(fmt.number, "hf_kl"),
+        "codec: KL on `vllm`": of_codec(fmt.number, "vllm_kl"),
+        "difference, %": of_codec(fmt.estimate, "relative_difference", 100),
+        "reading": lambda protocol: (coded.get(protocol) or {}).get("state", fmt.DASH),
+    }
+    return tables.table(dict.fromkeys([*identity, *coded]), columns)
+
+
+def agreement_context(found: dict | None, why: list[str], basis: Basis) -> dict | None:
+    """The float32 check of the engines."""
+    if not found:
+        return None
+    estimates = [*found["identity"].values(), *(row["cross_kl"] for row in found["codec"].values())]
+    return {
+        "table": agreement(found),
+        "basis": basis(estimates),
+        "state": found["state"],
+        "why": why,
+        "needed": settling(found),
+        "bounds": {
+            "codec": fmt.percent(found["bounds"]["relative"]),
+            "jitter": fmt.plain(found["bounds"]["jitter_multiple"]),
+            "identity": fmt.plain(found["bounds"]["identity_kl"]),
+        },
+        "level": basis.level,
+    }
+
+
+def context(metrics: dict, basis: Basis) -> dict:
+    """What ``baseline.md.j2`` and ``agreement.md.j2`` name."""
+    return {
+        "baseline": basis.under(metrics.get("baseline"), distances, "kl"),
+        "peers": basis.under(metrics.get("baseline_peers"), peers, "kl"),
+        "floor": basis.under(metrics.get("floor"), floor, "kl"),
+        "agreement": agreement_context(metrics.get("agreement"), metrics.get("agreement_why") or [], basis),
+    }
+
+
 CHAPTER = Chapter(
-    parts={
-        "floor": Floor,
-        "baseline": tuple[BaselineEntry, ...],
-        "baseline_peers": tuple[PeerEntry, ...],
-        "agreement": Annotated[
-            Agreement | None,
-            Field(description="Null where only one engine was measured; `agreement_why` then says so."),
-        ],
-        "agreement_why": tuple[str, ...],
-    },
+    parts=PARTS,
     entries=entries,
     sections={
         "baseline": PageSection(40, "Each engine and number format against the float32 truth"),

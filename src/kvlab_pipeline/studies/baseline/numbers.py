@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import get_args
 
 import numpy as np
 
@@ -17,6 +18,89 @@ from kvlab_pipeline.studies.baselines import LEVELS, corner_cell
 from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.measured import Results
+from kvlab_pipeline.studies.tidy import (
+    COUNT,
+    NATS,
+    RATIO,
+    SHARE,
+    WINDOWS,
+    By,
+    Compared,
+    Estimand,
+    Level,
+    Sentences,
+    Several,
+    Single,
+    VerdictField,
+)
+
+# How far a run without a codec is from what it is compared with, on the same tokens.
+DISTANCE = {"kl": Estimand(NATS), "ppl_ratio": Estimand(RATIO), "top1_agreement": Estimand(SHARE)}
+
+FLOOR = Several(
+    {
+        "engine": Level(),
+        "run": Level("rerun: once more; identity_PROTOCOL: with a codec that changes nothing"),
+        "kl": Estimand(NATS, "of the engine to itself"),
+    }
+)
+
+# An engine as it is, against the float32 truth (transformers with sdpa attention).
+BASELINE = Several({"run": Level(), "engine": Level(), "dtype": Level(), "attention": Level()} | DISTANCE)
+
+# An engine as it is, against the other engine in the same dtype.
+PEERS = Several({"run": Level(), "against": Level(), "dtype": Level()} | DISTANCE)
+
+STATES = VerdictField(
+    get_args(State),
+    "equivalent only where whole intervals lie inside the bounds, differ where they lie outside, else open",
+)
+
+# The studied codec in float32 on both engines, under one protocol.
+CODED = {
+    "cross_kl": Estimand(NATS, "between the two engines, both coded"),
+    "jitter_kl": Estimand(NATS, "between transformers, coded, and itself with K and V moved by a rounding error"),
+    "beyond_jitter": Estimand(NATS, "cross_kl minus a multiple of jitter_kl"),
+    "beyond_band": Estimand(NATS, "cross_kl minus a part of the codec's own KL"),
+    "jitters": Estimand(
+        COUNT, "rounding errors of each window over which an engine's own KL is averaged, beside the one without"
+    ),
+    "hf_kl": Estimand(NATS),
+    "vllm_kl": Estimand(NATS),
+    "relative_difference": Estimand(
+        RATIO, "what the codec costs on vLLM over what it costs on transformers, minus one"
+    ),
+    "difference": Estimand(NATS, "what the codec costs on vLLM minus what it costs on transformers"),
+    "compared": Compared(),
+    "state": STATES,
+}
+
+# Whether the engines compute the same function in float32: an equivalence test.
+AGREEMENT = Single(
+    {
+        "identity": By("protocol", Estimand(NATS, "between the engines with a codec that changes nothing")),
+        "codec": By("protocol", CODED),
+        "state": STATES,
+        "windows_needed": Estimand(
+            WINDOWS, "at which nothing would be open, power 80 %, post hoc; null where nothing is, or none settles it"
+        ),
+        "bounds": {
+            "identity_kl": Estimand(NATS, "that the KL without a codec must be below"),
+            "relative": Estimand(
+                RATIO, "what the codec's KL may differ by, and what the KL between the coded runs may be, over its own"
+            ),
+            "jitter_multiple": Estimand(RATIO, "how many times jitter_kl the KL between the coded runs may be instead"),
+        },
+    }
+)
+
+PARTS = {
+    "floor": FLOOR,
+    "baseline": BASELINE,
+    "baseline_peers": PEERS,
+    "agreement": AGREEMENT,
+    "agreement_why": Sentences("what differs or is open, or why the agreement is null: one engine was measured"),
+}
 
 AGREEMENT_KL = 1e-6  # nats per token; fp32 engines without a codec may differ by rounding only
 JITTER_MULTIPLE = 10  # two roundings differ in size, and what grows from them scatters; a bug is far larger
@@ -24,14 +108,14 @@ AGREEMENT_CODEC = 0.02  # relative; the same codec must cost the same on both en
 BOUNDS = {"identity_kl": AGREEMENT_KL, "relative": AGREEMENT_CODEC, "jitter_multiple": JITTER_MULTIPLE}
 
 
-def floor_entry(params: Params, results: Results, boot: Bootstrap, engine: str) -> dict:
+def floor_entries(params: Params, results: Results, boot: Bootstrap, engine: str) -> list[dict]:
     """KL of an engine to itself in ``gap.dtype``: run again, and with an identity codec in place."""
-    entry = {}
+    entries = []
     for measured in results.select("factors", engine=engine, dtype=params.gap.dtype):
         if measured.role in ("rerun", "identity"):
-            name = "rerun" if measured.role == "rerun" else f"identity_{measured.cell.protocol}"
-            entry[name] = boot.divergence(measured.column("kl")).to_json()
-    return entry
+            run = "rerun" if measured.role == "rerun" else f"identity_{measured.cell.protocol}"
+            entries.append({"engine": engine, "run": run, "kl": boot.divergence(measured.column("kl"))})
+    return entries
 
 
 def baseline_entry(results: Results, boot: Bootstrap, run: str) -> dict:
@@ -98,11 +182,11 @@ def agreement_entry(params: Params, results: Results, boot: Bootstrap) -> tuple[
     Returns
     -------
     dict or None
-        ``identity`` and ``codec`` by protocol, ``state``, ``why`` (what differs or is open, in words),
+        ``identity`` and ``codec`` by protocol, ``state``,
         ``windows_needed`` (at which all that is open would be decided with a power of 80 %, post hoc; None when
         nothing is open, or when no number of windows settles it), ``bounds``. None with one engine.
     list of str
-        Why it is None, or `why`.
+        Why it is None, or what differs or is open, in words.
     """
     if set(params.engines) != set(LEVELS["engine"]):
         return None, [f"only {', '.join(params.engines)} was measured; agreement needs hf and vllm"]
@@ -118,7 +202,7 @@ def agreement_entry(params: Params, results: Results, boot: Bootstrap) -> tuple[
     why = [test.words for test in deciding]
     needed = [test.windows_needed for test in deciding]
     settles = None if state != "open" or None in needed else max(needed)
-    entry = {"identity": identity, "codec": codec, "state": state, "why": why, "windows_needed": settles}
+    entry = {"identity": identity, "codec": codec, "state": state, "windows_needed": settles}
     return entry | {"bounds": BOUNDS}, why
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from kvlab.core.codec_settings import Frozen
+from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
 from kvlab_pipeline.studies.record import StudyRecord
-from kvlab_pipeline.studies.table import EstimateRecord
 
 Basis = Literal["rotated", "raw"]
 
@@ -18,7 +18,7 @@ class ArmQuantity(Frozen):
     `heads` is [layers][query heads].
     """
 
-    overall: EstimateRecord
+    overall: Estimate
     heads: tuple[tuple[float, ...], ...]
 
 
@@ -58,7 +58,7 @@ class Difference(Frozen):
     b: str
     basis: Basis
     other_basis: Basis
-    difference: EstimateRecord
+    difference: Estimate
 
 
 class BudgetUse(Frozen):

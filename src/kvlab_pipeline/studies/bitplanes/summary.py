@@ -14,7 +14,6 @@ from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
 from kvlab_pipeline.studies.bitplanes.planes import PlanesVariant
 from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, Basis, Difference
-from kvlab_pipeline.studies.table import EstimateRecord
 
 DIGITS = 6  # of means that have no interval
 COMPARED = 0.1  # the budget, or the nearest to it, at which arms are held against each other
@@ -67,7 +66,7 @@ class Means:
     def measured(self, column: int, lowest: float = 0.0) -> ArmQuantity:
         """One column: its interval, and its mean in every layer and head."""
         heads = self.values[..., column].mean((0, 2)).round(DIGITS)
-        return ArmQuantity(overall=EstimateRecord.of(self.overall[column], lowest, 1.0), heads=heads.tolist())
+        return ArmQuantity(overall=self.overall[column].within(lowest, 1.0), heads=heads.tolist())
 
     def difference(self, a: int, b: int) -> Estimate:
         """Column a minus column b, paired."""
@@ -148,7 +147,7 @@ def differences(
                     b=label(b[0]),
                     basis=a[1],
                     other_basis=b[1],
-                    difference=EstimateRecord.of(estimate),
+                    difference=estimate,
                 )
             )
     return found

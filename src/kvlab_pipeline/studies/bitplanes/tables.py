@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from kvlab.output.format import number, percent
+from kvlab.output.format import DASH, estimate, number, percent
+from kvlab_pipeline.rendering import tables as cols
+from kvlab_pipeline.rendering.tables import Column, TitledTable
 from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, Basis, BitplanesRecord, Difference
-from kvlab_pipeline.studies.table import Table, estimate, spread
 
 Part = Callable[[ArmRecord], tuple[ArmQuantity, ...]]
 NEAREST = 0.1  # the budget at which heads are compared, or the one next to it
@@ -26,7 +27,7 @@ that ranks the tokens as attention itself does, and how much of the attention th
 published study with its mistakes mended, which are made once more on purpose in the last table."""
 
 
-def tables(record: BitplanesRecord) -> list[Table]:
+def tables(record: BitplanesRecord) -> list[TitledTable]:
     """Every table of the page, in order."""
     settings = record.settings
     tokens = "Per cent of a query's attention on the tokens that an arm ranks first, by the share of tokens kept."
@@ -52,7 +53,7 @@ def tables(record: BitplanesRecord) -> list[Table]:
     ]
 
 
-def planes(record: BitplanesRecord) -> Table:
+def planes(record: BitplanesRecord) -> TitledTable:
     """What an arm stores, and how well it ranks all tokens."""
     shorter = [f"{arm.group} means {arm.width}" for arm in of(record, "rotated") if arm.width != arm.group]
     text = (
@@ -65,71 +66,75 @@ def planes(record: BitplanesRecord) -> Table:
         f"count its norms. Intervals ({percent(record.confidence, 0)}) are over windows. Attention has a mean entropy "
         f"of {number(record.entropy)} nats and a mean largest weight of {number(record.largest)}."
     )
-    rows = [
-        (
-            arm.label,
-            number(arm.bits_per_key),
-            number(None if arm.bits_per_key is None else arm.bits_per_key / record.head_dim),
-            estimate(arm.spearman.overall),
-            estimate(arm.needed.overall, 100),
-        )
-        for arm in of(record, "rotated")
-    ]
-    header = (
-        "arm",
-        "bits per key",
-        "bits per number",
-        "rank correlation",
-        "tokens that hold 90 % of the mass, %",
-    )
-    return Table("What a few bits of a key say", text, header, tuple(rows))
+    columns = {
+        "arm": cols.text("label"),
+        "bits per key": cols.number("bits_per_key"),
+        "bits per number": lambda arm: number(arm.bits_per_key and arm.bits_per_key / record.head_dim),
+        "rank correlation": cols.estimate("spearman.overall"),
+        "tokens that hold 90 % of the mass, %": cols.percent("needed.overall"),
+    }
+    return TitledTable("What a few bits of a key say", text, columns, of(record, "rotated"))
 
 
-def recalls(record: BitplanesRecord, title: str, part: Part, text: str, ceiling: Sequence[ArmQuantity] | None) -> Table:
+def recalls(
+    record: BitplanesRecord, title: str, part: Part, text: str, ceiling: Sequence[ArmQuantity] | None
+) -> TitledTable:
     """Mass at every budget, per cent; `ceiling` is the best that any choice can do."""
-    rows = [(arm.label, *(estimate(one.overall, 100) for one in part(arm))) for arm in of(record, "rotated")]
-    if ceiling:
-        rows.append(("the best chunks", *(estimate(one.overall, 100) for one in ceiling)))
-    return Table(title, text, ("arm", *(percent(share, 0) for share in record.settings.kept)), tuple(rows))
+    rows = [(arm.label, part(arm)) for arm in of(record, "rotated")]
+    rows += [("the best chunks", ceiling)] if ceiling else []
+    columns: dict[str, Column] = {"arm": lambda row: row[0]}
+    for at, share in enumerate(record.settings.kept):
+        columns[percent(share, 0)] = lambda row, at=at: estimate(row[1][at].overall, 100)
+    return TitledTable(title, text, columns, rows)
 
 
-def spent(record: BitplanesRecord) -> Table:
+def spent(record: BitplanesRecord) -> TitledTable:
     """How many tokens that variant keeps."""
     text = (
         "Where the forced tokens are more than the budget, they alone are kept. The published code then kept every "
         "token, as a slice of the last 0 of a list is all of it, and so reported all of the mass."
     )
-    rows = [(percent(row.budget, 0), number(row.asked), number(row.kept), number(row.slipped)) for row in record.spent]
-    header = ("budget", "tokens asked for", "tokens kept", "tokens that the published code kept")
-    return Table("What forced tokens leave of a budget", text, header, tuple(rows))
+    columns = {
+        "budget": lambda row: percent(row.budget, 0),
+        "tokens asked for": cols.number("asked"),
+        "tokens kept": cols.number("kept"),
+        "tokens that the published code kept": cols.number("slipped"),
+    }
+    return TitledTable("What forced tokens leave of a budget", text, columns, record.spent)
 
 
-def across(record: BitplanesRecord) -> Table:
+def across(record: BitplanesRecord) -> TitledTable:
     """The worst, the median and the best head of each arm."""
     at = nearest(record)
     share = percent(record.settings.kept[at], 0)
     text = "The means of each of the heads of all layers: the worst of them, the median, and the best."
-    rows = [
-        (arm.label, *worst_first(arm.spearman), *worst_first(arm.token[at], 100), *worst_first(arm.chunk[at], 100))
-        for arm in of(record, "rotated")
-    ]
-    quantities = ("rank correlation", f"% of the mass on {share} of the tokens", f"on {share} of the chunks")
-    header = ("arm", *(f"{name}, {which}" for name in quantities for which in ("worst", "median", "best")))
-    return Table("From head to head", text, header, tuple(rows))
+    quantities = {
+        "rank correlation": lambda arm: worst_first(arm.spearman),
+        f"% of the mass on {share} of the tokens": lambda arm: worst_first(arm.token[at], 100),
+        f"on {share} of the chunks": lambda arm: worst_first(arm.chunk[at], 100),
+    }
+    columns: dict[str, Column] = {"arm": cols.text("label")}
+    for name, quantity in quantities.items():
+        for place, which in enumerate(("worst", "median", "best")):
+            columns[f"{name}, {which}"] = lambda arm, quantity=quantity, place=place: quantity(arm)[place]
+    return TitledTable("From head to head", text, columns, of(record, "rotated"))
 
 
-def by_layer(record: BitplanesRecord) -> Table:
+def by_layer(record: BitplanesRecord) -> TitledTable:
     """Rank correlation of every layer: the median of its heads, and the worst."""
     shown = [arm for arm in of(record, "rotated") if arm.name not in ("random", "full")]
-    rows = []
-    for layer in range(record.layers):
-        heads = [arm.spearman.heads[layer] for arm in shown]
-        rows.append((str(layer), *(f"{number(median(one))} ({number(min(one))})" for one in heads)))
+    columns: dict[str, Column] = {"layer": str}
+    for arm in shown:
+        columns[arm.label] = lambda layer, arm=arm: _layer(arm.spearman.heads[layer])
     text = "Rank correlation: the median of a layer's query heads, and the worst of them in brackets."
-    return Table("From layer to layer", text, ("layer", *(arm.label for arm in shown)), tuple(rows))
+    return TitledTable("From layer to layer", text, columns, range(record.layers))
 
 
-def compared(record: BitplanesRecord) -> Table:
+def _layer(heads: Sequence[float]) -> str:
+    return f"{number(median(heads))} ({number(min(heads))})"
+
+
+def compared(record: BitplanesRecord) -> TitledTable:
     """Paired differences between arms."""
     at = percent(record.settings.kept[nearest(record)], 0)
     text = (
@@ -139,18 +144,19 @@ def compared(record: BitplanesRecord) -> Table:
     pairs: dict[tuple, dict[str, Difference]] = {}
     for one in record.differences:
         pairs.setdefault((one.a, one.basis, one.b, one.other_basis), {})[one.what] = one
-    rows = [
-        (
-            f"{a}{_in(basis, other)}",
-            f"{b}{_in(other, basis)}",
-            *(estimate(row[what].difference, 1 if what == "spearman" else 100, signed=True) for what in WHAT),
+    columns: dict[str, Column] = {
+        "arm": lambda pair: f"{pair[0]}{_in(pair[1], pair[3])}",
+        "against": lambda pair: f"{pair[2]}{_in(pair[3], pair[1])}",
+    }
+    for what, heading in WHAT.items():
+        scale = 1 if what == "spearman" else 100
+        columns[heading] = lambda pair, what=what, scale=scale: estimate(
+            pairs[pair][what].difference, scale, signed=True
         )
-        for (a, basis, b, other), row in pairs.items()
-    ]
-    return Table("What each step gains", text, ("arm", "against", *WHAT.values()), tuple(rows))
+    return TitledTable("What each step gains", text, columns, list(pairs))
 
 
-def bases(record: BitplanesRecord) -> Table:
+def bases(record: BitplanesRecord) -> TitledTable:
     """Rotated against raw keys."""
     at = nearest(record)
     raw = {arm.label: arm for arm in of(record, "raw")}
@@ -158,23 +164,21 @@ def bases(record: BitplanesRecord) -> Table:
         "The same arms on keys as they lie in the cache, which is what the residency policy `sign_bit` keeps the signs "
         f"of. Mass at a budget of {percent(record.settings.kept[at], 0)}, per cent."
     )
-    header = tuple(
-        f"{what}, {basis}" for what in ("rank correlation", "tokens", "chunks") for basis in ("rotated", "raw")
+    quantities = {
+        "rank correlation": lambda arm: estimate(arm.spearman.overall),
+        "tokens": lambda arm: estimate(arm.token[at].overall, 100),
+        "chunks": lambda arm: estimate(arm.chunk[at].overall, 100),
+    }
+    columns: dict[str, Column] = {"arm": cols.text("label")}
+    for what, tell in quantities.items():
+        columns[f"{what}, rotated"] = tell
+        columns[f"{what}, raw"] = lambda arm, tell=tell: tell(raw[arm.label])
+    return TitledTable(
+        "Rotated and raw keys", text, columns, [one for one in of(record, "rotated") if one.label in raw]
     )
-    rows = [
-        (
-            arm.label,
-            *(estimate(one.spearman.overall) for one in (arm, raw[arm.label])),
-            *(estimate(one.token[at].overall, 100) for one in (arm, raw[arm.label])),
-            *(estimate(one.chunk[at].overall, 100) for one in (arm, raw[arm.label])),
-        )
-        for arm in of(record, "rotated")
-        if arm.label in raw
-    ]
-    return Table("Rotated and raw keys", text, ("arm", *header), tuple(rows))
 
 
-def mistakes(record: BitplanesRecord) -> Table:
+def mistakes(record: BitplanesRecord) -> TitledTable:
     """The published study's mistakes, made on purpose, beside what is right."""
     at = nearest(record)
     text = (
@@ -186,18 +190,14 @@ def mistakes(record: BitplanesRecord) -> Table:
     )
     right = {arm.label: arm for arm in of(record, "rotated")}
     shown = [*record.controls, *(right[name] for name in right if name.startswith("3 bits") or name == "full")]
-    rows = [
-        (
-            arm.label,
-            percent(arm.saturated, 1),
-            estimate(arm.spearman.overall),
-            estimate(arm.token[at].overall, 100),
-            estimate(arm.chunk[at].overall, 100),
-        )
-        for arm in shown
-    ]
-    header = ("arm", "codes at an end of the table", "rank correlation", "mass of tokens, %", "mass of chunks, %")
-    return Table("Mistakes of the published study", text, header, tuple(rows))
+    columns = {
+        "arm": cols.text("label"),
+        "codes at an end of the table": lambda arm: percent(arm.saturated, 1),
+        "rank correlation": cols.estimate("spearman.overall"),
+        "mass of tokens, %": lambda arm: estimate(arm.token[at].overall, 100),
+        "mass of chunks, %": lambda arm: estimate(arm.chunk[at].overall, 100),
+    }
+    return TitledTable("Mistakes of the published study", text, columns, shown)
 
 
 def of(record: BitplanesRecord, basis: Basis) -> list[ArmRecord]:
@@ -214,6 +214,15 @@ def nearest(record: BitplanesRecord) -> int:
 def worst_first(measured: ArmQuantity, scale: float = 1.0) -> tuple[str, str, str]:
     """The least, the median and the greatest of all heads."""
     return spread([scale * head for layer in measured.heads for head in layer])
+
+
+def spread(values: Sequence[float], digits: int = 3) -> tuple[str, str, str]:
+    """The least, the median and the greatest of some numbers; three dashes when there are none."""
+    if not values:
+        return DASH, DASH, DASH
+    ordered, n = sorted(values), len(values)
+    middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+    return number(ordered[0], digits), number(middle, digits), number(ordered[-1], digits)
 
 
 def _in(basis: Basis, other: Basis) -> str:

@@ -2,84 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import groupby
 
 import polars as pl
 
-from kvlab.core.recipe import Attention, DType, Engine, Placement, Protocol, Span, Stream
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
+from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import Figure
 from kvlab_pipeline.rendering.parts import KL_UNIT
-from kvlab_pipeline.studies.cells.numbers import cell_entries
-from kvlab_pipeline.studies.cells.tables import context
+from kvlab_pipeline.studies.cells.numbers import PARTS, cell_entries
 from kvlab_pipeline.studies.chapter import Chapter, Drawn, PageSection, estimates_of
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
-
-# The part ``cells`` of ``metrics.json``: one cell at a time.
-
-
-class ConfidenceBin(Entry):
-    """Mean KL of the tokens on which the uncompressed model gave its top token a probability in [low, high)."""
-
-    low: float
-    high: float
-    kl: float | None
-    n_tokens: int
-
-
-class CellEntry(Entry):
-    """What a cell is, what its codec did, and what it cost beside the same engine and dtype without a codec."""
-
-    cell_id: str
-    recipe_id: str
-    role: Literal["rerun", "identity", "codec"]
-    label: str
-    """The entry of params.yaml that it is of."""
-    engine: Engine
-    dtype: DType
-    protocol: Protocol
-    stream: Stream
-    study: str
-    attention: Attention
-    placement: Placement
-    span: Span
-    origin: Engine
-    against: str | None
-    """The label of the cell that it is to be held against; null for the studied one."""
-    difference: Interval | None
-    """Net KL minus that of the cell it is held against; null for the studied cell itself and for floors."""
-    p_value: Annotated[float, PValue] | None
-    """Of the difference, by flipping the signs of windows (of documents, where they are known), in either direction."""
-    q_value: Annotated[float, PValue] | None
-    """Corrected for all cells that are held against another (Benjamini and Hochberg)."""
-    compared: Compared | None
-    variance_ratio: float | None
-    bits_per_value: float
-    """Every stored byte of the scored windows' contexts, uncoded layers included, over the values of K and V."""
-    fires: int
-    expected_fires: int
-    canary_kl: float | None
-    d_eff_mean: dict[Literal["k", "v"], float | None]
-    outlier_rate: dict[Literal["k", "v"], float | None]
-    whitened_error: dict[Literal["k", "v"], float | None]
-    kl: Interval
-    kl_net: Interval | None
-    """KL minus that of the identity cell beside it."""
-    delta_nll: Interval
-    ppl_ratio: Interval
-    published_estimator: Interval
-    """The unweighted mean over windows of the signed relative change in perplexity, as the published study has it."""
-    effective_tokens: float
-    predicted_standard_error: float
-    top1_agreement: Interval
-    flips_to_wrong: Interval
-    flips_to_right: Interval
-    kl_percentiles: dict[str, float]
-    """KL that the given percentage of tokens stays below."""
-    kl_by_confidence: tuple[ConfidenceBin, ...]
-
 
 # What the codec costs, cell by cell.
 
@@ -153,8 +89,101 @@ def subject(cell: dict) -> str:
     return f"`{cell['label']}` in place of {other} (`{cell['engine']}`, `{cell['protocol']}`)"
 
 
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def by_engine(cells: Iterable[dict], make: Callable[[list[dict]], str]) -> list[dict]:
+    """One table per engine and dtype: ``[{"engine", "dtype", "table"}]``."""
+
+    def key(cell: dict) -> tuple[str, str]:
+        return cell["engine"], cell["dtype"]
+
+    ordered = sorted(cells, key=key)
+    return [
+        {"engine": engine, "dtype": dtype, "table": make(list(group))}
+        for (engine, dtype), group in groupby(ordered, key)
+    ]
+
+
+def name(cell: dict) -> list[str]:
+    """The first columns of every table of cells."""
+    return [cell["label"], f"`{cell['protocol']}`", fmt.plain(cell["variance_ratio"])]
+
+
+NAMES = {
+    "cell": tables.text("label"),
+    "protocol": tables.code("protocol"),
+    "`variance_ratio`": tables.plain("variance_ratio"),
+}
+
+
+def costs(rows: list[dict]) -> str:
+    """What each cell costs and what it stores."""
+    columns = NAMES | {
+        "bits per value": tables.number("bits_per_value"),
+        "kept rank, K / V": lambda row: " / ".join(
+            fmt.number((row["d_eff_mean"] or {}).get(one)) for one in ("k", "v")
+        ),
+        f"net KL, {KL_UNIT}": tables.estimate("kl_net"),
+        "beside its counterpart": tables.estimate("difference", signed=True),
+        "q-value": tables.number("q_value", 2),
+        "perplexity change, %": tables.change("ppl_ratio"),
+        "same top token, %": tables.percent("top1_agreement"),
+        "right to wrong, %": tables.percent("flips_to_wrong"),
+        "wrong to right, %": tables.percent("flips_to_right"),
+    }
+    return tables.table(rows, columns)
+
+
+def percentiles(rows: list[dict]) -> str:
+    """KL of the ordinary token and of the worst ones."""
+    ranks = sorted({rank for row in rows for rank in row["kl_percentiles"]}, key=float)
+    columns = {
+        "median" if float(rank) == 50 else f"{rank} %": lambda row, rank=rank: fmt.number(
+            row["kl_percentiles"].get(rank)
+        )
+        for rank in ranks
+    }
+    return tables.table(rows, NAMES | columns)
+
+
+def by_confidence(rows: list[dict]) -> str:
+    """KL where the uncompressed model was unsure, and where it was sure."""
+
+    def within(row: dict, low: float, high: float) -> str:
+        return fmt.number(
+            next((one["kl"] for one in row["kl_by_confidence"] if (one["low"], one["high"]) == (low, high)), None)
+        )
+
+    edges = sorted({(one["low"], one["high"]) for row in rows for one in row["kl_by_confidence"]})
+    columns = {f"{fmt.plain(low)} to {fmt.plain(high)}": partial(within, low=low, high=high) for low, high in edges}
+    return tables.table(rows, NAMES | columns)
+
+
+def published(rows: list[dict]) -> str:
+    """The published study's estimator beside ours."""
+    columns = {
+        "published estimator, %": tables.percent("published_estimator"),
+        "perplexity change, %": tables.change("ppl_ratio"),
+    }
+    return tables.table(rows, NAMES | columns)
+
+
+def context(metrics: dict, basis: Basis) -> dict:
+    """What ``cells.md.j2`` names: all cells, and the coded ones by percentile, confidence, the published estimator."""
+    found = metrics.get("cells") or []
+    coded = [cell for cell in found if cell["role"] == "codec"]
+    every = {"groups": by_engine(found, costs), "basis": basis([cell["kl_net"] for cell in found])}
+    return {
+        "cells": every if found else None,
+        "percentiles": by_engine(coded, percentiles),
+        "by_confidence": by_engine(coded, by_confidence),
+        "published": by_engine(coded, published),
+    }
+
+
 CHAPTER = Chapter(
-    parts={"cells": tuple[CellEntry, ...]},
+    parts=PARTS,
     entries=lambda measured: {"cells": cell_entries(measured.params, measured.results, measured.boot)},
     sections={
         "cells": PageSection(

@@ -16,6 +16,82 @@ from kvlab_pipeline.studies.baselines import corner_cell, identity_of
 from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.measured import Measured, Results
+from kvlab_pipeline.studies.tidy import (
+    BITS,
+    COUNT,
+    NATS,
+    PROBABILITY,
+    RATIO,
+    SHARE,
+    TOKENS,
+    By,
+    Compared,
+    Estimand,
+    Level,
+    Several,
+)
+
+# What a cell is, what its codec did, and what it cost beside the same engine and dtype without a codec.
+CELLS = Several(
+    {
+        "cell_id": Level(),
+        "recipe_id": Level(),
+        "role": Level("rerun, identity or codec"),
+        "label": Level("the entry of params.yaml that it is of"),
+        "engine": Level(),
+        "dtype": Level(),
+        "protocol": Level(),
+        "stream": Level(),
+        "study": Level(),
+        "attention": Level(),
+        "placement": Level(),
+        "span": Level(),
+        "origin": Level(),
+        "against": Level("the label of the cell that it is to be held against; null for the studied one"),
+        "difference": Estimand(
+            NATS, "net KL minus that of the cell it is held against; null for the studied cell itself and for floors"
+        ),
+        "p_value": Estimand(
+            PROBABILITY,
+            "of the difference, by flipping the signs of windows (of documents, where known), in either direction",
+        ),
+        "q_value": Estimand(
+            PROBABILITY, "corrected for all cells that are held against another (Benjamini and Hochberg)"
+        ),
+        "compared": Compared(),
+        "variance_ratio": Level(),
+        "bits_per_value": Estimand(
+            BITS,
+            "every stored byte of the scored windows' contexts, uncoded layers included, over the values of K and V",
+        ),
+        "fires": Estimand(COUNT),
+        "expected_fires": Estimand(COUNT),
+        "canary_kl": Estimand(NATS),
+        "d_eff_mean": {"k": Estimand(COUNT), "v": Estimand(COUNT)},
+        "outlier_rate": {"k": Estimand(SHARE), "v": Estimand(SHARE)},
+        "whitened_error": {"k": Estimand(RATIO), "v": Estimand(RATIO)},
+        "kl": Estimand(NATS),
+        "kl_net": Estimand(NATS, "KL minus that of the identity cell beside it"),
+        "delta_nll": Estimand(NATS),
+        "ppl_ratio": Estimand(RATIO),
+        "published_estimator": Estimand(
+            RATIO,
+            "the unweighted mean over windows of the signed relative change in perplexity, as the published study's",
+        ),
+        "effective_tokens": Estimand(TOKENS),
+        "predicted_standard_error": Estimand(NATS),
+        "top1_agreement": Estimand(SHARE),
+        "flips_to_wrong": Estimand(SHARE),
+        "flips_to_right": Estimand(SHARE),
+        "kl_percentiles": By("percentile", Estimand(NATS, "KL that the given percentage of tokens stays below")),
+        # Of the tokens on which the uncompressed model gave its top token a probability in [low, high).
+        "kl_by_confidence": Several(
+            {"low": Level(), "high": Level(), "kl": Estimand(NATS), "n_tokens": Estimand(TOKENS)}
+        ),
+    }
+)
+
+PARTS = {"cells": CELLS}
 
 PERCENTILES = ("50", "95", "99", "99.9")
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import polars as pl
 
 from kvlab.core.errors import Fault
-from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.output import format as fmt
 from kvlab.output.markdown import code
 from kvlab_pipeline.rendering import marks
@@ -16,107 +13,8 @@ from kvlab_pipeline.rendering.figure import DOWN, GREY, UP, Figure, Line, Look, 
 from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.rendering.withheld import settling, undecided
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
-from kvlab_pipeline.studies.factors.numbers import factors_entry, gap_entry, text_entries
-
-# The parts ``gap`` and ``factors`` of ``metrics.json``: a difference between two corners, divided among factors.
-
-Measure = Literal["kl", "delta_nll"]
-"""KL to the same engine without a codec, or the change of the log loss; both in nats per token."""
-
-
-class Corner(Entry):
-    """One combination of the factors' levels."""
-
-    engine: Engine
-    protocol: Protocol
-    dtype: DType
-    variance_ratio: float
-    origin: Engine
-    """The engine on whose capture everything fitted was fitted."""
-
-
-class MeasuredCorner(Corner):
-    """A corner and what its cell costs."""
-
-    value: Interval
-
-
-class Part(Entry):
-    """A factor's share of the gap: its Shapley value."""
-
-    factor: str
-    share: Interval
-    windows_needed: int | None
-    """At which this share would stand clear of zero, were it what it is here; null where nothing is to be seen."""
-
-
-class Interaction(Entry):
-    """What two factors do together beyond what each does alone."""
-
-    factors: tuple[str, str]
-    effect: Interval
-
-
-class Decomposed(Entry):
-    """The gap in one measure; the shares add up to it exactly."""
-
-    low: Interval
-    high: Interval
-    gap: Interval
-    parts: tuple[Part, ...]
-    interactions: tuple[Interaction, ...]
-    corners: tuple[MeasuredCorner, ...]
-
-
-class Decomposition(Entry):
-    """The gap between the corner where all factors are low and the one where all are high."""
-
-    factors: tuple[str, ...]
-    """Those that vary; the other levels of a corner are shared."""
-    dtype: DType | None
-    stream: Literal["kv"]
-    low: Corner
-    high: Corner
-    measures: dict[Measure, Decomposed]
-    compared: Compared
-    """The cell of the high corner, and that of the low one."""
-
-
-class OnText(Entry):
-    """The gap between the published corners on the windows of one text, in KL; its shares add up to it."""
-
-    text: Literal["test", "other"]
-    """`test` is held out of the text that calibrates, `other` is of another domain."""
-    source: str
-    factors: tuple[str, ...]
-    low: Interval
-    high: Interval
-    gap: Interval
-    parts: tuple[Part, ...]
-    compared: Compared
-
-
-class ByWindow(Entry):
-    """KL of every corner, window by window, of which another model's differences are made."""
-
-    key: str
-    """Digest of every window and position; equal keys are equal tokens."""
-    windows: tuple[int, ...]
-    counts: tuple[float, ...]
-    sums: tuple[tuple[float, ...], ...]
-    """By corner, and there by window, in nats."""
-    n_tokens: int
-    documents: tuple[int, ...] | None
-    """The document of each window, where that is known."""
-
-
-class Gap(Decomposition):
-    """The decomposition between the two published corners."""
-
-    windows: ByWindow
-
+from kvlab_pipeline.studies.factors.numbers import PARTS, factors_entry, gap_entry, text_entries
 
 # Tables of a gap between two corners and its shares, from ``gap`` and ``factors`` of ``metrics.json``.
 
@@ -206,7 +104,7 @@ def interactions(measure: dict, unit: str, held: bool = False) -> str:
 
 def corners(measures: dict) -> str:
     """Every corner of the factorial with each measure."""
-    names = list(measures)
+    names = sorted(measures)
     settings = [name for name in FACTORS if name in measures[names[0]]["corners"][0]]
     columns = [fmt.column([row["value"] for row in measures[name]["corners"]]) for name in names]
     lines = [
@@ -403,7 +301,7 @@ def claims(part: dict | None, about: str) -> list[dict]:
     return found
 
 
-PARTS = {"gap": "of the gap", "factors": "over all factors"}
+WHOSE = {"gap": "of the gap", "factors": "over all factors"}
 
 
 def entries(measured: ChapterInputs) -> dict:
@@ -419,15 +317,15 @@ def entries(measured: ChapterInputs) -> dict:
 def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
     """The shares and the interactions, measure by measure."""
     found = []
-    for part, where in PARTS.items():
-        for name, measure in ((metrics.get(part) or {}).get("measures") or {}).items():
+    for part, where in WHOSE.items():
+        for name, measure in sorted(((metrics.get(part) or {}).get("measures") or {}).items()):
             found.append((f"shares {where}, `{name}`", [row["share"] for row in measure["parts"]]))
             found.append((f"interactions {where}, `{name}`", [row["effect"] for row in measure["interactions"]]))
     return found
 
 
 CHAPTER = Chapter(
-    parts={"gap": Gap, "gap_by_text": tuple[OnText, ...], "factors": Decomposition},
+    parts=PARTS,
     entries=entries,
     sections={
         "gap": PageSection(
@@ -440,7 +338,7 @@ CHAPTER = Chapter(
         ),
     },
     context=context,
-    claims=lambda metrics: [claim for part in PARTS for claim in claims(metrics.get(part), part)],
+    claims=lambda metrics: [claim for part in WHOSE for claim in claims(metrics.get(part), part)],
     figures={"gap_shapley": Drawn(gap_shapley_table, gap_shapley)},
     limits=limits,
 )

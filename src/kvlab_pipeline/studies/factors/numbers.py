@@ -14,6 +14,73 @@ from kvlab_pipeline.studies.baselines import LEVELS, corner_cell
 from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.measured import Measured, Results
+from kvlab_pipeline.studies.tidy import NATS, TOKENS, WINDOWS, By, Compared, Estimand, Level, Several, Single
+
+# A gap between two corners, divided among factors.
+CORNER = {name: Level() for name in ("engine", "protocol", "dtype", "variance_ratio", "origin")}
+
+SHARES = Several(
+    {
+        "factor": Level(),
+        "share": Estimand(NATS, "of the gap: its Shapley value; the shares add up to the gap exactly"),
+        "windows_needed": Estimand(
+            WINDOWS,
+            "at which the share would stand clear of zero, were it what it is; null where nothing is to be seen",
+        ),
+    }
+)
+
+ENDS = {"low": Estimand(NATS), "high": Estimand(NATS), "gap": Estimand(NATS)}
+
+DECOMPOSITION = {
+    "factors": Level("those that vary; the other levels of a corner are shared", name="varied"),
+    "dtype": Level(name="shared_dtype"),
+    "stream": Level(),
+    "low": CORNER,
+    "high": CORNER,
+    "measures": By(
+        "measure",
+        ENDS
+        | {
+            "parts": SHARES,
+            "interactions": Several(
+                {"factors": Level(), "effect": Estimand(NATS, "of two factors together beyond what each does alone")}
+            ),
+            "corners": Several(CORNER | {"value": Estimand(NATS)}),
+        },
+    ),
+    "compared": Compared(),
+}
+
+# Between the two published corners, and window by window, of which another model's differences are made.
+GAP = Single(
+    DECOMPOSITION
+    | {
+        "windows": Several(
+            {
+                "key": Level("digest of every window and position; equal keys are equal tokens"),
+                "window": Level(),
+                "document": Level("of the window, where that is known"),
+                "corner": Level("by number: bit i says whether factor i is high"),
+                "tokens": Estimand(TOKENS),
+                "kl": Estimand("nats", "the sum over the window's tokens"),
+            }
+        )
+    }
+)
+
+BY_TEXT = Several(
+    {
+        "text": Level("test is held out of the text that calibrates, other is of another domain"),
+        "source": Level(),
+        "factors": Level(name="varied"),
+        "compared": Compared(),
+        **ENDS,
+        "parts": SHARES,
+    }
+)
+
+PARTS = {"gap": GAP, "gap_by_text": BY_TEXT, "factors": Single(DECOMPOSITION)}
 
 QUANTITIES = ("kl", "delta_nll")
 
@@ -46,25 +113,33 @@ def text_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict
     return found
 
 
-def by_window(columns: list[Column]) -> dict:
-    """Paired columns as JSON: `sums` [columns][windows] over `counts` [windows] tokens."""
+def by_window(columns: list[Column]) -> list[dict]:
+    """Paired columns as rows, a row for each window and column, which is named by its number."""
     first = columns[0]
-    return {
-        "key": first.key,
-        "windows": list(first.windows),
-        "counts": first.counts.tolist(),
-        "sums": [column.sums.tolist() for column in columns],
-        "n_tokens": first.n_tokens,
-        "documents": first.documents,
-    }
+    documents = first.documents or [None] * len(first.windows)
+    return [
+        {"key": first.key, "window": window, "document": document, "corner": corner, "tokens": int(count), "kl": kl}
+        for corner, column in enumerate(columns)
+        for window, document, count, kl in zip(
+            first.windows, documents, first.counts.tolist(), column.sums.tolist(), strict=True
+        )
+    ]
 
 
-def from_windows(given: dict) -> list[Column]:
+def from_windows(rows: list[dict]) -> list[Column]:
     """The columns that `by_window` wrote."""
-    counts, windows = np.array(given["counts"]), tuple(given["windows"])
-    documents = given["documents"] and tuple(given["documents"])
-    shared = (counts, windows, given["key"], given["n_tokens"], documents)
-    return [Column(np.array(sums), *shared) for sums in given["sums"]]
+    corners = {row["corner"]: [] for row in rows}
+    for row in rows:
+        corners[row["corner"]].append(row)
+    found = []
+    for mine in corners.values():
+        windows, tokens, sums, documents = (
+            [row[name] for row in mine] for name in ("window", "tokens", "kl", "document")
+        )
+        known = None if None in documents else tuple(documents)
+        counts = np.array(tokens, np.float64)
+        found.append(Column(np.array(sums), counts, tuple(windows), mine[0]["key"], sum(tokens), known))
+    return found
 
 
 def factors_entry(params: Params, results: Results, boot: Bootstrap) -> dict:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from itertools import groupby
 
 import polars as pl
 
 from kvlab.core.errors import MissingResult
-from kvlab.core.recipe import Protocol, Span
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab.output.markdown import code
+from kvlab.output.rendering import listing
+from kvlab_pipeline.rendering import marks, tables
+from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import (
     DOWN,
     GREY,
@@ -27,152 +30,11 @@ from kvlab_pipeline.rendering.figure import (
 )
 from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.ladder.beyond import further_entries
-from kvlab_pipeline.studies.ladder.numbers import ladder_entries, rungs_of
+from kvlab_pipeline.studies.ladder.numbers import PARTS, ladder_entries, rungs_of
 from kvlab_pipeline.studies.ladder.record import read_facts
 from kvlab_pipeline.studies.ladder.state import gain_entries, refuse_other, state_entries
-from kvlab_pipeline.studies.ladder.tables import TEXTS, context, plain_rows
-
-# The parts of ``metrics.json`` that the ladder brings: every rung, and which to use at how many bits.
-
-Source = Literal["test", "other"]
-
-
-class OffsetBin(Entry):
-    """Mean KL of the scored tokens that lie from `first` to `last` tokens after the end of the context."""
-
-    first: int
-    last: int
-    kl: Interval
-
-
-class RungEntry(Entry):
-    """One codec at one setting on one text, over every layer's K and V, in float32."""
-
-    text: Source
-    """`test` is held out of the text that calibrates, `other` is of another domain."""
-    label: str
-    codec: str
-    """The family: rungs of one codec are no rivals of each other."""
-    whole: bool
-    """Whether it codes finished caches alone, all layers at once: it is held against all, and is no rival of others."""
-    protocol: Protocol
-    span: Span
-    cell_id: str
-    recipe_id: str
-    calibrated: bool
-    """Whether the codec reads anything that was fitted to text."""
-    bits_per_value: float
-    """Every byte written for the context, also for tokens of it that a recipe keeps as they are; no calibration."""
-    kl: Interval
-    top1_agreement: Interval
-    by_offset: tuple[OffsetBin, ...]
-    rival: str | None
-    """The rung of another codec with the least KL among those that store no more, or, of one that is `whole`, that fit
-    the same half bit; null where there is none."""
-    difference: Interval | None
-    """KL minus the rival's, on the same tokens."""
-    compared: Compared | None
-
-
-class AnswerEntry(Entry):
-    """Which rung to use on one text at up to so many bits per value."""
-
-    text: Source
-    whole: bool
-    """Of all rungs, for a cache that is kept; else of those that a model can run with."""
-    at_most: float
-    label: str
-    bits_per_value: float
-    kl: Interval
-    tried: int
-    """Rungs that store no more than `at_most`."""
-    ties: tuple[str, ...]
-    """Those of them whose KL is not told from its: intervals of all differences hold together at the file's level."""
-
-
-class AblationEntry(Entry):
-    """`klt` with a part taken out, on one text, on the windows that it and its counterpart both score."""
-
-    text: Source
-    label: str
-    against: str
-    cell_id: str
-    bits_per_value: float
-    kl: Interval
-    difference: Interval
-    """KL minus that of `against`."""
-    times: Interval
-    """KL over that of `against`."""
-    compared: Compared
-
-
-class StateAt(Entry):
-    """Bits per value of a whole cache of so many tokens."""
-
-    tokens: int
-    bits_per_value: float
-
-
-class StateEntry(Entry):
-    """What a rung's cache takes with its calibration and its exact tokens."""
-
-    label: str
-    recipe_id: str
-    text: Source
-    """On which it is set beside `instead`."""
-    rate: float
-    """Bits per value of a coded token."""
-    exact_tokens: float
-    """Kept as they are in 16 bits: those of the recipe, and under `snapshot` those between context and scored token."""
-    whole_bytes: int
-    decoder_bytes: int
-    """The calibration as a file: the whole one, and what decodes alone."""
-    resident_bytes: int
-    """What its codecs hold in memory to encode and decode, which `at` counts."""
-    at: tuple[StateAt, ...]
-    even_with_bfloat16: float | None
-    """Tokens from which on it stores no more than 16 bits a value; null for never."""
-    instead: str | None
-    """Of a calibrated rung: the one without calibration of no more KL that stores least; null where there is none."""
-    even_with_instead: float | None
-    """Tokens from which on it stores no more than that one."""
-
-
-class GainEntry(Entry):
-    """Coding gain of K or of V, in dB, the mean over layers and KV heads; 6.02 dB are one bit per value."""
-
-    text: Source
-    stream: Literal["k", "v"]
-    tokens: Literal["all", "later"]
-    """`later` leaves the first token of each window out, where attention sinks are."""
-    over_even: Interval
-    """Over as many bits for every dimension of the metric's own frame."""
-    over_plain: Interval
-    """Over as many bits for every dimension of the values as they are."""
-    fitted_over_even: float
-    fitted_over_plain: float
-    """The same by the calibration's own moments, all tokens."""
-
-
-class FurtherEntry(Entry):
-    """A codec at a longer context, or `klt` fitted on a part of the calibration, on one text."""
-
-    what: Literal["growth", "context"]
-    text: Source
-    label: str
-    context: int
-    calibration_tokens: int
-    bits_per_value: float
-    kl: Interval
-    top1_agreement: Interval
-    against: str | None
-    """`growth`: the same codec with the whole calibration; `context`: the first codec there. Null for that one."""
-    times: Interval | None
-    """KL over that of `against`, on the same tokens."""
-
 
 # What every codec costs at the bits that it stores.
 
@@ -291,15 +153,267 @@ def entries(measured: ChapterInputs) -> dict[str, list[dict]]:
     }
 
 
+# ---------------------------------------------------------------------------------------------- tables
+
+TEXTS = {"test": "text held out of the calibration's", "other": "text of another domain"}
+PLAIN = ("snapshot", "context")
+FORWARD = (PLAIN, ("in_forward", "context"), ("in_forward", "window"))
+TOLD = (8192, 131072)  # tokens of a cache whose bits stand beside a rung's own
+DECIBELS = 20 * math.log10(2)  # of one bit per value
+
+
+def plain_rows(metrics: dict) -> list[dict]:
+    """The rungs over the coded clean cache, which all codecs have."""
+    return [row for row in metrics.get("ladder") or [] if (row["protocol"], row["span"]) == PLAIN]
+
+
+def named(text: str, metrics: dict) -> str:
+    """A text by its name in params.yaml, and what it is."""
+    corpus = (metrics.get("settings") or {}).get("corpus") or {}
+    name = corpus.get("other" if text == "other" else "source")
+    return f"{code(name)}, {TEXTS[text]}" if name else TEXTS[text]
+
+
+def model(metrics: dict) -> str:
+    """The model by the name of its results."""
+    slug = (metrics.get("identity") or {}).get("slug")
+    return f"`{slug}`" if slug else "this model"
+
+
+def context(metrics: dict, basis: Basis) -> dict:
+    """What ``ladder.md.j2`` names."""
+    rows = plain_rows(metrics)
+    if not rows:
+        return {"ladder": None}
+    answers = metrics.get("ladder_answers") or []
+    use, keep = ([row for row in answers if row["whole"] == whole] for whole in (False, True))
+    whole = dict.fromkeys(code(row["codec"]) for row in rows if row["whole"])
+    return {
+        "ladder": {
+            "use": [sentence(limit, list(found), metrics) for limit, found in by_limit(use)],
+            "keep": [sentence(limit, list(found), metrics) for limit, found in by_limit(keep)],
+            "whole": listing(whole) if whole else None,
+            "tried": fmt.span(row["tried"] for row in answers) if answers else None,
+            "gain": gain_sentence(metrics),
+            "ablations": ablations(metrics),
+            "forward": forward(metrics),
+            "growth": further(metrics, "growth"),
+            "contexts": further(metrics, "context"),
+            "gains": gains(metrics) if metrics.get("ladder_gain") else None,
+            "state": states(metrics["ladder_state"]) if metrics.get("ladder_state") else None,
+            "groups": [
+                {"text": named(text, metrics), "table": table(list(found)), "offsets": offsets(list(found))}
+                for text, found in by_text(rows)
+            ],
+            "basis": basis([row["kl"] for row in rows]),
+        }
+    }
+
+
+def by_text(rows: list[dict]) -> list[tuple[str, list[dict]]]:
+    """Rows by their text, in the order given."""
+    return [(text, [row for row in rows if row["text"] == text]) for text in dict.fromkeys(row["text"] for row in rows)]
+
+
+def by_limit(answers: list[dict]) -> list[tuple[float, list[dict]]]:
+    """Answers by how many bits they may take, fewest first."""
+    ordered = sorted(answers, key=lambda row: row["at_most"])
+    return [(limit, list(found)) for limit, found in groupby(ordered, key=lambda row: row["at_most"])]
+
+
+def sentence(limit: float, answers: list[dict], metrics: dict) -> str:
+    """What to use on this model at up to so many bits; text by text where the texts do not agree."""
+    wholes = whole_bits(metrics)
+    head = f"On {model(metrics)}, at up to {fmt.plain(limit)} bits per value"
+    if len({row["label"] for row in answers}) == 1:
+        first = answers[0]
+        costs = listing([f"{fmt.estimate(row['kl'])} on {TEXTS[row['text']]}" for row in answers])
+        open_ = "; ".join(f"on {TEXTS[row['text']]} {untold(row)}" for row in answers if row["ties"])
+        told = f" ({open_})" if open_ else ""
+        return f"{head}, use **{first['label']}**: {stored(first, wholes)}, KL {costs}{told}."
+    each = [
+        f"on {TEXTS[row['text']]} use **{row['label']}** ({stored(row, wholes)},"
+        f" KL {fmt.estimate(row['kl'])}{'; ' + untold(row) if row['ties'] else ''})"
+        for row in answers
+    ]
+    return f"{head}, {', and '.join(each)}."
+
+
+def whole_bits(metrics: dict) -> dict[str, dict[int, float]]:
+    """Bits per value by rung and tokens of a cache, calibration and exact tokens counted."""
+    return {
+        row["label"]: {at["tokens"]: at["bits_per_value"] for at in row["at"]}
+        for row in metrics.get("ladder_state") or []
+    }
+
+
+def stored(row: dict, wholes: dict[str, dict[int, float]]) -> str:
+    """The bits of a rung, and those of whole caches beside them."""
+    own, at = f"{fmt.number(row['bits_per_value'])} bits", wholes.get(row["label"])
+    if not at:
+        return own
+    told = listing([f"{fmt.number(at[tokens])} in all at {length(tokens)}" for tokens in TOLD])
+    return f"{own} ({told})"
+
+
+def length(tokens: int) -> str:
+    """So many tokens in words."""
+    return f"{tokens // 1024} k tokens"
+
+
+def untold(row: dict) -> str:
+    """The rungs that may be as good."""
+    return f"not told from {listing([f'`{label}`' for label in row['ties']])}"
+
+
+def table(rows: list[dict]) -> str:
+    """Every rung on one text, fewest bits first."""
+    columns = {
+        "rung": tables.code("label"),
+        "calibrated": lambda row: "yes" if row["calibrated"] else "no",
+        "bits per value": tables.number("bits_per_value"),
+        f"KL, {KL_UNIT}": tables.estimate("kl"),
+        "same top token, %": tables.percent("top1_agreement"),
+        "best rival at no more bits": tables.code("rival"),
+        f"minus the rival, {KL_UNIT}": tables.estimate("difference", signed=True),
+        "reading": tables.effect("difference"),
+    }
+    return tables.table(fewest_first(rows), columns)
+
+
+def fewest_first(rows: list[dict]) -> list[dict]:
+    """Rungs by their bits, of equal ones the better first."""
+    return sorted(rows, key=lambda row: (row["bits_per_value"], row["kl"]["value"]))
+
+
+def offsets(rows: list[dict]) -> str | None:
+    """KL by how far after the coded context a token lies, every rung on one text."""
+    bins = list(dict.fromkeys((one["first"], one["last"]) for row in rows for one in row["by_offset"]))
+    if len(bins) < 2:
+        return None
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl"]["value"])):
+        found = {(one["first"], one["last"]): one["kl"] for one in row["by_offset"]}
+        lines.append([f"`{row['label']}`", *(fmt.estimate(found.get(one)) for one in bins)])
+    return fmt.table(["rung", *(f"{first} to {last}" for first, last in bins)], lines)
+
+
+def states(rows: list[dict]) -> str:
+    """Bits of whole caches, fewest at the longest first."""
+    columns = {
+        "rung": tables.code("label"),
+        "bits of a coded value": tables.number("rate"),
+        "bytes of tables in memory": lambda row: fmt.number(row["resident_bytes"] or None),
+        "exact tokens": tables.plain("exact_tokens"),
+    }
+    for at, one in enumerate(rows[0]["at"]):
+        columns[f"bits at {length(one['tokens'])}"] = lambda row, at=at: fmt.number(row["at"][at]["bits_per_value"])
+    columns |= {
+        "beats bfloat16 from": lambda row: tokens_from(row["even_with_bfloat16"]),
+        "no worse without calibration": tables.code("instead"),
+        "beats it from": lambda row: tokens_from(row["even_with_instead"]) if row["instead"] else fmt.DASH,
+    }
+    return tables.table(sorted(rows, key=lambda row: row["at"][-1]["bits_per_value"]), columns)
+
+
+def tokens_from(even: float | None) -> str:
+    """From how many tokens on."""
+    return "never" if even is None else f"{math.ceil(even)} tokens" if even else "the first token"
+
+
+def gain_sentence(metrics: dict) -> str | None:
+    """How much any transform can gain on this model, on the text that the calibration does not know best."""
+    rows = [row for row in metrics.get("ladder_gain") or [] if row["tokens"] == "later"]
+    if not rows:
+        return None
+    text = "other" if any(row["text"] == "other" for row in rows) else rows[0]["text"]
+    told = [
+        f"{fmt.estimate(row['over_even'])} dB of {row['stream'].upper()}"
+        f" ({fmt.number(row['over_even']['value'] / DECIBELS, 2)} bits per value)"
+        for row in rows
+        if row["text"] == text
+    ]
+    return (
+        f"The coding gain on {model(metrics)}, which any calibrated transform has over equal bits, is {listing(told)}"
+        f" on {TEXTS[text]}, the first token aside: what `klt` is beside codecs without a transform is a fact about"
+        " this model."
+    )
+
+
+def gains(metrics: dict) -> str:
+    """Coding gain by text, stream and tokens."""
+    lines = [
+        [
+            named(row["text"], metrics),
+            row["stream"].upper(),
+            {"all": "all", "later": "all but the first"}[row["tokens"]],
+            fmt.estimate(row["over_even"]),
+            fmt.number(row["over_even"]["value"] / DECIBELS, 2),
+            fmt.estimate(row["over_plain"]),
+            fmt.number(row["over_plain"]["value"] / DECIBELS, 2),
+            fmt.number(row["fitted_over_even"]),
+        ]
+        for row in metrics["ladder_gain"]
+    ]
+    headers = [
+        "text",
+        "stream",
+        "tokens",
+        "over equal bits in the metric, dB",
+        "bits",
+        "over equal bits on plain values, dB",
+    ]
+    return fmt.table([*headers, "bits", "by the calibration's own moments, dB"], lines)
+
+
+def ablations(metrics: dict) -> str | None:
+    """`klt` less each part, by text."""
+    columns = {
+        "rung": tables.code("label"),
+        "text": lambda row: named(row["text"], metrics),
+        "bits per value": tables.number("bits_per_value"),
+        f"KL, {KL_UNIT}": tables.estimate("kl"),
+        "held against": tables.code("against"),
+        "KL over its": tables.estimate("times"),
+        "minus it": tables.estimate("difference", signed=True),
+        "reading": tables.effect("difference"),
+    }
+    return tables.table_if_any(metrics.get("ladder_ablation") or [], columns)
+
+
+def forward(metrics: dict) -> str | None:
+    """The rungs that are measured inside the one forward too, beside themselves over the clean cache, by text."""
+    rows = metrics.get("ladder") or []
+    inside = {(row["text"], row["label"]): row for row in rows if row["protocol"] == "in_forward"}
+    lines = []
+    for text, label in inside:
+        found = {(row["protocol"], row["span"]): row for row in rows if (row["text"], row["label"]) == (text, label)}
+        kls = [fmt.estimate(found[place]["kl"]) if place in found else fmt.DASH for place in FORWARD]
+        lines.append([f"`{label}`", named(text, metrics), *kls])
+    headers = ["rung", "text", "over the clean cache", "inside the forward, context", "inside, scored tokens too"]
+    return fmt.table(headers, lines) if lines else None
+
+
+def further(metrics: dict, what: str) -> str | None:
+    """`klt` on parts of the calibration (``growth``), or codecs at longer contexts (``context``)."""
+    size, key, other = {
+        "growth": ("tokens of calibration", "calibration_tokens", "all of it"),
+        "context": ("coded tokens", "context", "the first"),
+    }[what]
+    columns = {
+        "rung": tables.code("label"),
+        "text": lambda row: named(row["text"], metrics),
+        size: tables.number(key),
+        "bits per value": tables.number("bits_per_value"),
+        f"KL, {KL_UNIT}": tables.estimate("kl"),
+        "same top token, %": tables.percent("top1_agreement"),
+        f"KL over that of {other}": tables.estimate("times"),
+    }
+    return tables.table_if_any([row for row in metrics.get("ladder_further") or [] if row["what"] == what], columns)
+
+
 CHAPTER = Chapter(
-    parts={
-        "ladder": tuple[RungEntry, ...],
-        "ladder_answers": tuple[AnswerEntry, ...],
-        "ladder_ablation": tuple[AblationEntry, ...],
-        "ladder_state": tuple[StateEntry, ...],
-        "ladder_gain": tuple[GainEntry, ...],
-        "ladder_further": tuple[FurtherEntry, ...],
-    },
+    parts=PARTS,
     entries=entries,
     sections={"ladder": PageSection(5, "Which codec to use at how many bits", asks="codecs beside one another")},
     context=context,

@@ -17,6 +17,142 @@ from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.ladder.plan import ablations
 from kvlab_pipeline.studies.measured import Measured, Results, column
+from kvlab_pipeline.studies.tidy import (
+    BITS,
+    BYTES,
+    COUNT,
+    DECIBELS,
+    NATS,
+    RATIO,
+    SHARE,
+    TOKENS,
+    Compared,
+    Estimand,
+    Level,
+    Several,
+)
+
+TEXT = {"text": Level("test is held out of the text that calibrates, other is of another domain")}
+
+# One codec at one setting on one text, over every layer's K and V, in float32.
+LADDER = Several(
+    TEXT
+    | {
+        "label": Level(),
+        "codec": Level("the family: rungs of one codec are no rivals of each other"),
+        "whole": Level("whether it codes finished caches alone: it is held against all, and is no rival of others"),
+        "protocol": Level(),
+        "span": Level(),
+        "cell_id": Level(),
+        "recipe_id": Level(),
+        "calibrated": Level("whether the codec reads anything that was fitted to text"),
+        "bits_per_value": Estimand(
+            BITS, "every byte written for the context, also for tokens that a recipe keeps as they are; no calibration"
+        ),
+        "kl": Estimand(NATS),
+        "top1_agreement": Estimand(SHARE),
+        # Of the scored tokens that lie from `first` to `last` tokens after the end of the context.
+        "by_offset": Several({"first": Level(), "last": Level(), "kl": Estimand(NATS)}),
+        "rival": Level(
+            "the rung of another codec with the least KL among those that store no more, or, of one that is whole, that"
+            " fit the same half bit; null where there is none"
+        ),
+        "difference": Estimand(NATS, "KL minus the rival's, on the same tokens"),
+        "compared": Compared(),
+    }
+)
+
+# Which rung to use on one text at up to so many bits per value.
+ANSWERS = Several(
+    TEXT
+    | {
+        "whole": Level("of all rungs, for a cache that is kept; else of those that a model can run with"),
+        "at_most": Level("bits per value"),
+        "label": Level(),
+        "bits_per_value": Estimand(BITS),
+        "kl": Estimand(NATS),
+        "tried": Estimand(COUNT, "rungs that store no more than at_most"),
+        "ties": Level("those whose KL is not told from its: intervals of all differences hold together"),
+    }
+)
+
+# `klt` with a part taken out, on one text, on the windows that it and its counterpart both score.
+ABLATION = Several(
+    TEXT
+    | {
+        "label": Level(),
+        "against": Level(),
+        "cell_id": Level(),
+        "bits_per_value": Estimand(BITS),
+        "kl": Estimand(NATS),
+        "difference": Estimand(NATS, "KL minus that of against"),
+        "times": Estimand(RATIO, "KL over that of against"),
+        "compared": Compared(),
+    }
+)
+
+# What a rung's cache takes with its calibration and its exact tokens.
+STATE = Several(
+    {
+        "label": Level(),
+        "recipe_id": Level(),
+        "text": Level("on which it is set beside instead"),
+        "rate": Estimand(BITS, "of a coded token"),
+        "exact_tokens": Estimand(
+            TOKENS,
+            "kept in 16 bits: the recipe's, and under snapshot those between context and scored token",
+        ),
+        "whole_bytes": Estimand(BYTES, "the whole calibration as a file"),
+        "decoder_bytes": Estimand(BYTES, "the part of it that decodes"),
+        "resident_bytes": Estimand(BYTES, "what its codecs hold in memory, which at counts"),
+        "at": Several({"tokens": Level(), "bits_per_value": Estimand(BITS, "of a whole cache of so many tokens")}),
+        "even_with_bfloat16": Estimand(TOKENS, "from which on it stores no more than 16 bits a value; null for never"),
+        "instead": Level(
+            "of a calibrated rung: of those without calibration and no more KL the one that stores least; null for none"
+        ),
+        "even_with_instead": Estimand(TOKENS, "from which on it stores no more than that one"),
+    }
+)
+
+# Coding gain of K or of V, the mean over layers and KV heads; 6.02 dB are one bit per value.
+GAIN = Several(
+    TEXT
+    | {
+        "stream": Level(),
+        "tokens": Level("all; later leaves the first token of each window out, where attention sinks are"),
+        "over_even": Estimand(DECIBELS, "over as many bits for every dimension of the metric's own frame"),
+        "over_plain": Estimand(DECIBELS, "over as many bits for every dimension of the values as they are"),
+        "fitted_over_even": Estimand(DECIBELS, "the same by the calibration's own moments, all tokens"),
+        "fitted_over_plain": Estimand(DECIBELS),
+    }
+)
+
+# A codec at a longer context, or `klt` fitted on a part of the calibration, on one text.
+FURTHER = Several(
+    {"what": Level("growth or context")}
+    | TEXT
+    | {
+        "label": Level(),
+        "context": Level(),
+        "calibration_tokens": Level(),
+        "bits_per_value": Estimand(BITS),
+        "kl": Estimand(NATS),
+        "top1_agreement": Estimand(SHARE),
+        "against": Level(
+            "growth: the same codec with the whole calibration; context: the first codec there; null for that one"
+        ),
+        "times": Estimand(RATIO, "KL over that of against, on the same tokens"),
+    }
+)
+
+PARTS = {
+    "ladder": LADDER,
+    "ladder_answers": ANSWERS,
+    "ladder_ablation": ABLATION,
+    "ladder_state": STATE,
+    "ladder_gain": GAIN,
+    "ladder_further": FURTHER,
+}
 
 CHANGED = {"recipe", "placement"}  # all that two rungs may differ in; where K is coded belongs to the codec
 PLAIN = ("snapshot", "context")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
 
 import polars as pl
 
-from kvlab.core.recipe import Engine, Protocol, Stream
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.figure import (
     Axis,
     Figure,
@@ -24,54 +23,8 @@ from kvlab_pipeline.rendering.figure import (
 )
 from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
-from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries
-from kvlab_pipeline.studies.layers.tables import KINDS, NAMES, context
-
-# The parts ``layers`` and ``additivity`` of ``metrics.json``: single layers, and whether their costs add up.
-
-
-class LayerEntry(Entry):
-    """What coding one layer's K, V or both costs, net of the identity cell."""
-
-    engine: Engine
-    protocol: Protocol
-    stream: Stream
-    kind: Literal["only", "but"]
-    """only: this layer and nothing else is coded; but: all layers, minus all layers without this one."""
-    layer: int
-    boundary: bool
-    label: str
-    cell_id: str
-    kl: Interval
-    p_value: Annotated[float, PValue]
-    q_value: Annotated[float, PValue]
-    """Corrected for the layers of one engine, protocol, stream and kind (Benjamini and Hochberg)."""
-    q_stands_out: Annotated[float, PValue] | None
-    """Of the layer's cost against the mean over layers; null where there is one layer."""
-    bits_per_value: float
-
-
-class AdditivityEntry(Entry):
-    """What is coded together against the sum of its parts, net KL in nats per token."""
-
-    engine: Engine
-    protocol: Protocol
-    stream: Stream
-    parts: Literal["layers", "streams"]
-    joint: Interval
-    sum: Interval
-    ratio: Interval | None
-    """Joint over sum; null where the sum cannot be told from zero."""
-    interaction: Interval
-    """Joint minus sum."""
-    left_out_sum: Interval | None
-    boundary_excess: Interval | None
-    """What a boundary layer costs alone minus what another layer does."""
-    compared: Compared
-    """All together, and each part alone."""
-
+from kvlab_pipeline.studies.layers.numbers import PARTS, additivity_entries, layer_entries
 
 # What each layer's K and V cost, alone and left out, and which of them can be told from zero.
 
@@ -198,8 +151,111 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
     ]
 
 
+# ---------------------------------------------------------------------------------------------- tables
+
+MARK = "†"  # put after what is told from zero after the correction for many layers
+APART = "‡"  # put after what is told from the mean of the layers, after the same correction
+KINDS = {"only": "alone", "but": "left out"}
+PRICED = {"k": "each layer's K", "v": "each layer's V", "kv": "K and V of each layer at once"}
+NAMES = {"k": "K", "v": "V", "kv": "K and V"}
+
+
+def by_place(rows: list[dict], alpha: float) -> list[dict]:
+    """One table per engine and protocol: ``[{"engine", "protocol", "table"}]``."""
+    places = dict.fromkeys((row["engine"], row["protocol"]) for row in rows)
+    return [
+        {
+            "engine": engine,
+            "protocol": protocol,
+            "table": costs([row for row in rows if (row["engine"], row["protocol"]) == (engine, protocol)], alpha),
+        }
+        for engine, protocol in places
+    ]
+
+
+def costs(rows: list[dict], alpha: float) -> str:
+    """One line per layer: what its K and its V cost alone, and left out."""
+    found = {(row["layer"], row["kind"], row["stream"]): row for row in rows}
+    columns = list(dict.fromkeys((kind, row["stream"]) for kind in KINDS for row in rows if row["kind"] == kind))
+    boundary = {row["layer"]: row["boundary"] for row in rows}
+    lines = [
+        [named(layer, boundary[layer]), *(cost(found.get((layer, *column)), alpha) for column in columns)]
+        for layer in sorted(boundary)
+    ]
+    return fmt.table(["layer", *(f"{NAMES[stream]} {KINDS[kind]}" for kind, stream in columns)], lines)
+
+
+def named(layer: int, boundary: bool) -> str:
+    """A layer's number, boundary layers named."""
+    return f"{layer}, boundary" if boundary else str(layer)
+
+
+def cost(row: dict | None, alpha: float) -> str:
+    """A layer's cost, marked when it is told from zero, and when it is told from the mean of the layers."""
+    if row is None:
+        return fmt.DASH
+    tested = {MARK: row["q_value"], APART: row["q_stands_out"]}
+    marks = [mark for mark, q in tested.items() if q is not None and q <= alpha]
+    return " ".join([fmt.estimate(row["kl"]), *marks])
+
+
+def additivity(rows: list[dict]) -> str:
+    """What is coded together against the sum of its parts."""
+    columns = {
+        "engine": tables.code("engine"),
+        "protocol": tables.code("protocol"),
+        "parts": lambda row: ("" if row["parts"] == "streams" else "the layers of ") + NAMES[row["stream"]],
+        "together": tables.estimate("joint"),
+        "alone, added up": tables.estimate("sum"),
+        "left out, added up": tables.estimate("left_out_sum"),
+        "ratio to alone": tables.estimate("ratio"),
+        "together minus alone": tables.estimate("interaction"),
+        "reading": tables.effect("interaction"),
+    }
+    return tables.table(rows, columns)
+
+
+def boundary(rows: list[dict]) -> str | None:
+    """What a boundary layer costs beside another; None where no layer is one, or all are."""
+    columns = {
+        "engine": tables.code("engine"),
+        "protocol": tables.code("protocol"),
+        "stream": lambda row: NAMES[row["stream"]],
+        f"boundary minus other layer, {KL_UNIT}": tables.estimate("boundary_excess", signed=True),
+        "reading": tables.effect("boundary_excess"),
+    }
+    return tables.table_if_any([row for row in rows if row["boundary_excess"]], columns)
+
+
+def context(metrics: dict, basis: Callable[[list[dict]], str]) -> dict | None:
+    """Everything that ``layers.md.j2`` names under ``layers``; None when the study was not run.
+
+    Parameters
+    ----------
+    metrics : dict
+    basis : callable
+        From Estimates to the line under their table.
+    """
+    rows, sums = metrics.get("layers"), metrics.get("additivity")
+    if not rows:
+        return None
+    return {
+        "priced": " and ".join(PRICED[stream] for stream in dict.fromkeys(row["stream"] for row in rows)),
+        "groups": by_place(rows, round(1 - metrics["sizes"]["confidence"], 9)),
+        "mark": MARK,
+        "apart": APART if any(row["q_stands_out"] is not None for row in rows) else None,
+        "left_out": any(row["kind"] == "but" for row in rows),
+        "boundary_layers": any(row["boundary"] for row in rows),
+        "basis": basis([row["kl"] for row in rows]),
+        "additivity": additivity(sums) if sums else None,
+        "streams": any(row["parts"] == "streams" for row in sums or []),
+        "additivity_basis": basis([row["interaction"] for row in sums or []]),
+        "boundary": boundary(sums or []),
+    }
+
+
 CHAPTER = Chapter(
-    parts={"layers": tuple[LayerEntry, ...], "additivity": tuple[AdditivityEntry, ...]},
+    parts=PARTS,
     entries=entries,
     sections={
         "layers": PageSection(70, "What each layer costs alone and on top of the others", asks="whether layers add up")

@@ -20,6 +20,48 @@ from kvlab_pipeline.studies.columns import added, divides, net_kl, subtracted
 from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.measured import Measured, Results
+from kvlab_pipeline.studies.tidy import BITS, NATS, PROBABILITY, RATIO, Compared, Estimand, Level, Several
+
+# Single layers, and whether their costs add up.
+LAYERS = Several(
+    {
+        "engine": Level(),
+        "protocol": Level(),
+        "stream": Level(),
+        "kind": Level("only: this layer and nothing else is coded; but: all layers, minus all layers without this one"),
+        "layer": Level(),
+        "boundary": Level(),
+        "label": Level(),
+        "cell_id": Level(),
+        "kl": Estimand(NATS, "net of the identity cell's"),
+        "p_value": Estimand(PROBABILITY),
+        "q_value": Estimand(
+            PROBABILITY, "corrected for the layers of one engine, protocol, stream and kind (Benjamini and Hochberg)"
+        ),
+        "q_stands_out": Estimand(
+            PROBABILITY, "of the layer's cost against the mean over layers; null where there is one layer"
+        ),
+        "bits_per_value": Estimand(BITS),
+    }
+)
+
+ADDITIVITY = Several(
+    {
+        "engine": Level(),
+        "protocol": Level(),
+        "stream": Level(),
+        "parts": Level("what is added up: layers, or streams"),
+        "joint": Estimand(NATS),
+        "sum": Estimand(NATS),
+        "ratio": Estimand(RATIO, "joint over sum; null where the sum cannot be told from zero"),
+        "interaction": Estimand(NATS, "joint minus sum"),
+        "left_out_sum": Estimand(NATS),
+        "boundary_excess": Estimand(NATS, "what a boundary layer costs alone minus what another layer does"),
+        "compared": Compared(),
+    }
+)
+
+PARTS = {"layers": LAYERS, "additivity": ADDITIVITY}
 
 ONLY, BUT = "only", "but"
 

@@ -4,100 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
 
 import polars as pl
 
-from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.basis import Basis
 from kvlab_pipeline.rendering.figure import INK, Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis
 from kvlab_pipeline.rendering.parts import KL_UNIT, not_resolved
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
-from kvlab_pipeline.studies.mitigations.numbers import mitigation_entries
+from kvlab_pipeline.studies.mitigations.numbers import PARTS, mitigation_entries
 from kvlab_pipeline.studies.mitigations.plan import read_choice
-
-# The part ``mitigations`` of ``metrics.json``: ways to spend bytes beside uniform spending of as many.
-
-
-class SearchStep(Entry):
-    """What the calibration split shows for some favoured layers."""
-
-    layers: tuple[int, ...]
-    kl: float
-    bits_per_value: float
-
-
-class Chosen(Entry):
-    """Which layers each arm favours, and how that was found on the calibration split."""
-
-    engine: Engine
-    dtype: DType
-    protocol: Protocol
-    windows: int
-    budget: float
-    """Bits per value that uncoded layers were allowed to bring the whole cache to."""
-    search_id: str
-    layers: dict[str, tuple[int, ...]]
-    searches: dict[str, tuple[SearchStep, ...]]
-
-
-class ArmEntry(Entry):
-    """What an arm costs on the test split."""
-
-    engine: Engine
-    protocol: Protocol
-    arm: str
-    cell_id: str
-    layers: tuple[int, ...]
-    bits_per_value: float
-    kl: Interval
-    kl_net: Interval
-    delta_nll: Interval
-
-
-class Comparison(Entry):
-    """An arm against uniform spending of as many bytes."""
-
-    engine: Engine
-    protocol: Protocol
-    arm: str
-    layers: tuple[int, ...]
-    against: str
-    beyond: Literal["above", "below"] | None
-    """Where the arm takes more or fewer bytes than any uniform spending that was measured."""
-    same: bool
-    """Whether both are one cell."""
-    bits_per_value: float
-    against_bits_per_value: float
-    difference: Interval
-    """Nats per token."""
-    log_ratio: Interval
-    ratio: Interval
-    windows_needed: int | None
-    compared: Compared
-
-
-class Generalised(Entry):
-    """By how much an arm lowers KL on the split that chose it, and on the test split."""
-
-    arm: str
-    layers: tuple[int, ...]
-    calib: float
-    test: Interval | None
-
-
-class Mitigations(Entry):
-    """The choice, the arms, their comparisons, and how the choice carries over."""
-
-    choice: Chosen
-    arms: tuple[ArmEntry, ...]
-    comparisons: tuple[Comparison, ...]
-    generalises: tuple[Generalised, ...]
-
 
 # KL against bytes: uniform spending as a curve, and what favouring layers makes of as many.
 
@@ -211,7 +129,7 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 
 
 CHAPTER = Chapter(
-    parts={"mitigations": Mitigations},
+    parts=PARTS,
     entries=entries,
     sections={"mitigations": PageSection(100, "Where bytes are best spent", asks="ways to spend bytes")},
     context=lambda metrics, basis: {"mitigations": mitigations_context(metrics, basis)},
@@ -299,14 +217,20 @@ def layers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers)) or fmt.DASH
 
 
+def favoured(row: dict) -> str:
+    """The layers of a row."""
+    return layers(row["layers"])
+
+
 def chosen(rows: list[dict]) -> str:
     """What each search chose, and its drop in KL on the split that chose it and on the other one."""
-    lines = [
-        [arm(row), layers(row["layers"]), fmt.number(100 * row["calib"]), fmt.estimate(row["test"], 100)]
-        for row in rows
-    ]
-    headers = ["way to spend", "layers", "KL saved on the calibration split, %", "on the test split, %"]
-    return fmt.table(headers, lines)
+    columns = {
+        "way to spend": arm,
+        "layers": favoured,
+        "KL saved on the calibration split, %": lambda row: fmt.number(100 * row["calib"]),
+        "on the test split, %": tables.percent("test"),
+    }
+    return tables.table(rows, columns)
 
 
 def path(steps: list[dict]) -> str:
@@ -334,20 +258,16 @@ def by_place(rows: list[dict], table: Callable[[list[dict]], str]) -> list[dict]
 
 def comparisons(rows: list[dict]) -> str:
     """Every favouring arm against uniform spending."""
-    lines = [
-        [
-            arm(row),
-            layers(row["layers"]),
-            fmt.number(row["bits_per_value"], 4),
-            against(row),
-            fmt.estimate(row["ratio"]),
-            fmt.estimate(row["difference"], signed=True),
-            verdict(row),
-        ]
-        for row in rows
-    ]
-    headers = ["way to spend", "layers", "bits per value", "against", "KL, times the other's"]
-    return fmt.table([*headers, f"KL minus the other's, {KL_UNIT}", "reading"], lines)
+    columns = {
+        "way to spend": arm,
+        "layers": favoured,
+        "bits per value": tables.number("bits_per_value", 4),
+        "against": against,
+        "KL, times the other's": tables.estimate("ratio"),
+        f"KL minus the other's, {KL_UNIT}": tables.estimate("difference", signed=True),
+        "reading": verdict,
+    }
+    return tables.table(rows, columns)
 
 
 def against(row: dict) -> str:
@@ -372,19 +292,14 @@ def verdict(row: dict) -> str:
 
 def arms(rows: list[dict]) -> str:
     """What every arm costs."""
-    lines = [
-        [
-            arm(row),
-            layers(row["layers"]),
-            fmt.number(row["bits_per_value"], 4),
-            fmt.estimate(row["kl_net"]),
-            fmt.estimate(row["delta_nll"], signed=True),
-        ]
-        for row in rows
-    ]
-    return fmt.table(
-        ["way to spend", "layers", "bits per value", f"net KL, {KL_UNIT}", f"`delta_nll`, {KL_UNIT}"], lines
-    )
+    columns = {
+        "way to spend": arm,
+        "layers": favoured,
+        "bits per value": tables.number("bits_per_value", 4),
+        f"net KL, {KL_UNIT}": tables.estimate("kl_net"),
+        f"`delta_nll`, {KL_UNIT}": tables.estimate("delta_nll", signed=True),
+    }
+    return tables.table(rows, columns)
 
 
 def mitigations_context(metrics: dict, basis: Basis) -> dict | None:
@@ -400,7 +315,7 @@ def mitigations_context(metrics: dict, basis: Basis) -> dict | None:
         "budget": fmt.plain(choice["budget"]),
         "chosen": chosen(found["generalises"]),
         "judged": bool(judged),
-        "greedy": path(choice["searches"]["greedy"]),
+        "greedy": path([step for step in choice["searches"] if step["search"] == "greedy"]),
         "comparisons": by_place(rows, comparisons),
         "beyond": any(row["beyond"] == "above" for row in rows),
         "basis": basis([row["difference"] for row in rows if not row["same"]]),

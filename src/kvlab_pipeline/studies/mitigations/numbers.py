@@ -23,6 +23,66 @@ from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.mitigations import plan
 from kvlab_pipeline.studies.mitigations.plan import ChoiceRecord, Step
+from kvlab_pipeline.studies.tidy import BITS, NATS, RATIO, SHARE, WINDOWS, Compared, Estimand, Level, Several, Single
+
+# Ways to spend bytes beside uniform spending of as many.
+PANEL = {"engine": Level(), "protocol": Level(), "arm": Level()}
+
+MITIGATIONS = Single(
+    {
+        # How the favoured layers were found on the calibration split.
+        "choice": Single(
+            {
+                "engine": Level(),
+                "dtype": Level(),
+                "protocol": Level(),
+                "search_id": Level(),
+                "windows": Estimand(WINDOWS),
+                "budget": Estimand(BITS, "that uncoded layers were allowed to bring the whole cache to"),
+                "searches": Several(
+                    {
+                        "search": Level(),
+                        "step": Level(),
+                        "layers": Level("those that are favoured"),
+                        "kl": Estimand(NATS),
+                        "bits_per_value": Estimand(BITS),
+                    }
+                ),
+            }
+        ),
+        "arms": Several(
+            PANEL
+            | {
+                "cell_id": Level(),
+                "layers": Level("those that are favoured"),
+                "bits_per_value": Estimand(BITS),
+                "kl": Estimand(NATS),
+                "kl_net": Estimand(NATS),
+                "delta_nll": Estimand(NATS),
+            }
+        ),
+        "comparisons": Several(
+            PANEL
+            | {
+                "layers": Level("those that are favoured"),
+                "against": Level(),
+                "beyond": Level("above or below: where the arm takes more or fewer bytes than any uniform spending"),
+                "same": Level("whether both are one cell"),
+                "bits_per_value": Estimand(BITS),
+                "against_bits_per_value": Estimand(BITS),
+                "difference": Estimand(NATS),
+                "log_ratio": Estimand("logarithm"),
+                "ratio": Estimand(RATIO),
+                "windows_needed": Estimand(WINDOWS),
+                "compared": Compared(),
+            }
+        ),
+        # By how much an arm lowers KL on the split that chose it, and on the test split.
+        "generalises": Several({"arm": Level(), "layers": Level(), "calib": Estimand(SHARE), "test": Estimand(SHARE)}),
+    }
+)
+
+PARTS = {"mitigations": MITIGATIONS}
 
 STUDIED, KLT = ("moved", "greedy", "extended", "hot"), ("klt boundary", "klt hot")
 KLT_UNIFORM, CURVE = "klt uniform", "uniform curve"
@@ -143,11 +203,14 @@ def choice_entry(choice: ChoiceRecord) -> dict:
         "engine": choice.engine,
         "dtype": choice.dtype,
         "protocol": choice.protocol,
+        "search_id": choice.search_id,
         "windows": choice.windows,
         "budget": choice.budget,
-        "search_id": choice.search_id,
-        "layers": {name: list(plan.favoured(choice.choice, name)) for name in (*STUDIED, *KLT)},
-        "searches": {name: [step.model_dump(mode="json") for step in steps] for name, steps in choice.searches.items()},
+        "searches": [
+            {"search": name, "step": number} | step.model_dump(mode="json")
+            for name, steps in choice.searches.items()
+            for number, step in enumerate(steps)
+        ],
     }
 
 
@@ -249,7 +312,7 @@ def against(boot: Bootstrap, arm: Measured, rival: Rival) -> tuple[Estimate, Est
 
     difference, log_ratio = boot.combine_many(columns, terms)
     ends = {end: math.exp(getattr(log_ratio, end)) for end in ENDS}
-    ratio = replace(log_ratio, **ends, resolvable=(ends["high"] - ends["low"]) / 2)
+    ratio = replace(log_ratio, **ends)
     return difference, log_ratio, ratio
 
 

@@ -23,9 +23,71 @@ from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.noise.plan import layer_groups
+from kvlab_pipeline.studies.tidy import COUNT, NATS, RATIO, Compared, Estimand, Level, Several, VerdictField
 
 CLOSURE_FACTOR = 1.5  # a prediction this close to what was measured, interval included, is a good one
 CLOSES, OPEN, FAILS = "closes", "open", "does not close"
+
+CURVE = {"engine": Level(), "stream": Level(), "group": Level("of layers: all, coded or boundary")}
+
+CURVES = Several(
+    CURVE
+    | {
+        "protocol": Level(),
+        "sigma": Level("of the noise, over the root mean square of K or V"),
+        "kl": Estimand(NATS, "of Gaussian noise in the codec's place, net of the identity cell's"),
+    }
+)
+
+# How KL grows with the noise, over the range where a power law holds; null where there is no such range.
+SLOPE = Several(
+    CURVE
+    | {
+        "slope": Estimand("exponent"),
+        "range": Level("the least and the largest sigma of the range"),
+        "points": Estimand(COUNT),
+        "coefficient": Estimand(NATS, "c of KL = c sigma squared"),
+    }
+)
+
+# A dtype's KL, predicted from the noise curves and measured.
+CLOSURE = Several(
+    {
+        "engine": Level(),
+        "stream": Level(),
+        "against": Level("cast: K, V or both of a float32 engine, rounded; else a run of the engine in that dtype"),
+        "dtype": Level(),
+        "sigma": Level(),
+        "in_range": Level(),
+        "predicted": Estimand(NATS),
+        "measured": Estimand(NATS),
+        "ratio": Estimand(RATIO, "measured over predicted"),
+        "factor": Estimand(RATIO, "that the ratio may be away from 1 by, either way"),
+        "reading": VerdictField((CLOSES, OPEN, FAILS)),
+        "share": Estimand(RATIO, "of a run's KL, what rounding K and V is predicted to cause"),
+        "cast_share": Estimand(RATIO, "of a run's KL, what rounding K and V was measured to cause"),
+        "compared": Compared(),
+    }
+)
+
+# The codec's KL, and that of an error of the same size and random direction.
+STRUCTURE = Several(
+    {
+        "engine": Level(),
+        "stream": Level(),
+        "codec": Estimand(NATS),
+        "isotropic": Estimand(NATS),
+        "ratio": Estimand(RATIO),
+        "compared": Compared(),
+    }
+)
+
+PARTS = {
+    "noise": CURVES,
+    "noise_slope": SLOPE,
+    "closure": CLOSURE,
+    "structure": STRUCTURE,
+}
 
 
 # ------------------------------------------------------------------------------------------ curves

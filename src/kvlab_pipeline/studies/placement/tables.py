@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvlab.output.format import number, plain
+from kvlab_pipeline.rendering import tables as cols
+from kvlab_pipeline.rendering.tables import TitledTable
 from kvlab_pipeline.studies.placement.record import KINDS, PlacementRecord
-from kvlab_pipeline.studies.table import Table
 
 TITLE = "Where a chunk lies, and what that changes"
 ABOUT = """\
@@ -20,12 +21,12 @@ CONTROLS = {
 }
 
 
-def tables(record: PlacementRecord) -> list[Table]:
+def tables(record: PlacementRecord) -> list[TitledTable]:
     """What moved, which rows flipped, what the verdicts were, and the controls."""
     return [moved(record), margins(record), verdicts(record), controls(record)]
 
 
-def moved(record: PlacementRecord) -> Table:
+def moved(record: PlacementRecord) -> TitledTable:
     """Both ways of reading."""
     settings = record.settings
     text = (
@@ -33,34 +34,34 @@ def moved(record: PlacementRecord) -> Table:
         f"among {settings.windows} texts; logits after each of {record.context} tokens and after each of "
         f"{settings.decode} decoded ones, {record.dtype}."
     )
-    rows = [
-        (way, str(found.runs), str(found.differing), number(found.largest))
-        for way, found in (("by position", record.logical), ("as the blocks lie", record.slot))
-    ]
-    header = ("rows are read", "runs", "runs that differ in any bit", "largest difference of a logit")
-    return Table("Read by position, and as the blocks lie", text, header, tuple(rows))
+    columns = {
+        "rows are read": lambda way: way[0],
+        "runs": lambda way: str(way[1].runs),
+        "runs that differ in any bit": lambda way: str(way[1].differing),
+        "largest difference of a logit": lambda way: number(way[1].largest),
+    }
+    ways = [("by position", record.logical), ("as the blocks lie", record.slot)]
+    return TitledTable("Read by position, and as the blocks lie", text, columns, ways)
 
 
-def margins(record: PlacementRecord) -> Table:
+def margins(record: PlacementRecord) -> TitledTable:
     """Flips against leads."""
     text = (
         f"Rows of the {len(record.judged)} runs that were judged, read as the blocks lie, by the lead of their most "
         "likely token over the next one in the reference run. A token can flip only where its lead is less than twice "
         f"what logits move by. The smallest lead of any row was {number(record.least_margin)}."
     )
-    rows = [
-        (
-            plain(one.low) if one.high is None else f"{plain(one.low)} to {plain(one.high)}",
-            str(one.rows),
-            str(one.flips),
-        )
-        for one in record.margins
-    ]
-    rows[-1] = (f"{rows[-1][0]} and more", *rows[-1][1:])
-    return Table("Flips by the lead of the token", text, ("lead, in logits", "rows", "flips"), tuple(rows))
+    columns = {
+        "lead, in logits": lambda one: (
+            f"{plain(one.low)} {'and more' if one.high is None else f'to {plain(one.high)}'}"
+        ),
+        "rows": cols.number("rows"),
+        "flips": cols.number("flips"),
+    }
+    return TitledTable("Flips by the lead of the token", text, columns, record.margins)
 
 
-def verdicts(record: PlacementRecord) -> Table:
+def verdicts(record: PlacementRecord) -> TitledTable:
     """What the classifier said."""
     text = (
         f"The first {record.calibrated} runs moved logits by {number(record.noise)} at most. The others are judged by "
@@ -68,27 +69,23 @@ def verdicts(record: PlacementRecord) -> Table:
         "bug, and so is a logit that is off by more; any other flip is a near tie. Noise and verdicts come from "
         "different runs, as every flip of a run is within reach of its own noise."
     )
-    rows = [(kind, str(sum(one.kind == kind for one in record.judged))) for kind in KINDS]
-    return Table("Near tie or seam bug", text, ("verdict", "runs"), tuple(rows))
+    columns = {"verdict": str, "runs": lambda kind: str(sum(one.kind == kind for one in record.judged))}
+    return TitledTable("Near tie or seam bug", text, columns, KINDS)
 
 
-def controls(record: PlacementRecord) -> Table:
+def controls(record: PlacementRecord) -> TitledTable:
     """Whether the classifier is right where the answer is known."""
     text = (
         "A control passes when a token flipped in at least one of its runs, and every run with a flip was judged as it "
         "should be."
     )
-    rows = [
-        (
-            CONTROLS[one.name],
-            one.expected,
-            str(one.runs),
-            str(one.flipped),
-            str(one.right),
-            number(one.lead),
-            "passed" if one.passed else "**not passed**",
-        )
-        for one in record.controls
-    ]
-    header = ("what was made", "has to be", "runs", "with a flip", "judged so", "largest lead of a flip", "control")
-    return Table("Controls", text, header, tuple(rows))
+    columns = {
+        "what was made": lambda one: CONTROLS[one.name],
+        "has to be": cols.text("expected"),
+        "runs": cols.number("runs"),
+        "with a flip": cols.number("flipped"),
+        "judged so": cols.number("right"),
+        "largest lead of a flip": cols.number("lead"),
+        "control": lambda one: "passed" if one.passed else "**not passed**",
+    }
+    return TitledTable("Controls", text, columns, record.controls)

@@ -39,7 +39,6 @@ from kvlab_pipeline.studies.policy.record import (
     Prefill,
     Third,
 )
-from kvlab_pipeline.studies.table import EstimateRecord
 
 THIRDS = 3
 NEVER = 1 << 40  # tokens between two choices of the pool, where it is chosen from outside
@@ -175,14 +174,12 @@ def summary(
     against = None
     if arm.policy not in (None, REFERENCE) and reference in answers:
         theirs = by_item(answers[reference])
-        against = Against(
-            **{name: EstimateRecord.of(bootstrap.difference(mine[name], theirs[name])) for name in Against.model_fields}
-        )
+        against = Against(**{name: bootstrap.difference(mine[name], theirs[name]) for name in Against.model_fields})
     return PolicyArm(
         **arm._asdict(),
         items=answers[arm],
-        found=EstimateRecord.of(bootstrap.rate(mine["found"])),
-        **{name: EstimateRecord.of(bootstrap.mean(mine[name]), 0.0, 1.0) for name in ("question", "answer", "held")},
+        found=bootstrap.rate(mine["found"]),
+        **{name: bootstrap.mean(mine[name]).within(0.0, 1.0) for name in ("question", "answer", "held")},
         page_ins=float(mine["page_ins"].means.mean()),
         thirds=thirds(answers[arm], depths),
         against=against,

@@ -6,8 +6,8 @@ from typing import Literal
 
 from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import StorageError
+from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.studies.policy.params import PolicyStudy
-from kvlab_pipeline.studies.table import EstimateRecord
 
 Prefill = Literal["bounded", "restored"]
 REFERENCE = "lru"  # the policy that the others are held against
@@ -42,9 +42,9 @@ class Third(Frozen):
 class Against(Frozen):
     """Paired differences to the reference policy in the same pool."""
 
-    found: EstimateRecord
-    question: EstimateRecord
-    answer: EstimateRecord
+    found: Estimate
+    question: Estimate
+    answer: Estimate
 
 
 class PolicyArm(Frozen):
@@ -62,10 +62,10 @@ class PolicyArm(Frozen):
     blocks: int
     prefill: Prefill
     items: tuple[NeedleResult, ...]
-    found: EstimateRecord
-    question: EstimateRecord
-    answer: EstimateRecord
-    held: EstimateRecord
+    found: Estimate
+    question: Estimate
+    answer: Estimate
+    held: Estimate
     page_ins: float
     thirds: tuple[Third, ...]
     against: Against | None

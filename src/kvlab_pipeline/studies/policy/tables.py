@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvlab.output.format import DASH, number, percent
-from kvlab_pipeline.studies.policy.record import FORESIGHT, PolicyArm, PolicyRecord, Prefill
-from kvlab_pipeline.studies.table import Table, estimate
+from kvlab.output.format import DASH, percent
+from kvlab_pipeline.rendering import tables as cols
+from kvlab_pipeline.rendering.tables import TitledTable
+from kvlab_pipeline.studies.policy.record import FORESIGHT, PolicyArm, PolicyRecord, Prefill, Third
 
 TITLE = "Which chunks a bounded pool should keep"
 ABOUT = """\
@@ -31,7 +32,7 @@ PREFILLS: dict[Prefill, tuple[str, str]] = {
 }
 
 
-def tables(record: PolicyRecord) -> list[Table]:
+def tables(record: PolicyRecord) -> list[TitledTable]:
     """Needles and mass by policy and pool, differences to the reference policy, and needles by depth."""
     held = [prefill for prefill in PREFILLS if any(arm.against for arm in of(record, prefill))]
     return [
@@ -41,7 +42,7 @@ def tables(record: PolicyRecord) -> list[Table]:
     ]
 
 
-def recall(record: PolicyRecord, prefill: Prefill) -> Table:
+def recall(record: PolicyRecord, prefill: Prefill) -> TitledTable:
     """Needles found, attention kept, and how much moved."""
     settings = record.settings
     title, text = PREFILLS[prefill]
@@ -51,63 +52,51 @@ def recall(record: PolicyRecord, prefill: Prefill) -> Table:
         f"beginning and {settings.tail_chunks} before the last; the pool is chosen anew after "
         f"{often(settings.every)}. Intervals ({percent(record.confidence)}) are over needles."
     )
-    rows = [
-        (
-            share(arm),
-            str(arm.blocks),
-            name(arm),
-            estimate(arm.found, 100),
-            estimate(arm.held, 100),
-            estimate(arm.question, 100),
-            estimate(arm.answer, 100),
-            number(arm.page_ins),
-        )
-        for arm in [record.arm(None, None, "bounded"), *of(record, prefill)]
-    ]
-    header = (
-        "pool",
-        "chunks",
-        "policy",
-        "needles found, %",
-        "planted line in the pool, %",
-        "mass of the question's tokens, %",
-        "of the answer's, %",
-        "chunks that came back",
-    )
-    return Table(title, text, header, tuple(rows))
+    columns = {
+        "pool": share,
+        "chunks": cols.number("blocks"),
+        "policy": name,
+        "needles found, %": cols.percent("found"),
+        "planted line in the pool, %": cols.percent("held"),
+        "mass of the question's tokens, %": cols.percent("question"),
+        "of the answer's, %": cols.percent("answer"),
+        "chunks that came back": cols.number("page_ins"),
+    }
+    return TitledTable(title, text, columns, [record.arm(None, None, "bounded"), *of(record, prefill)])
 
 
-def against(record: PolicyRecord, prefill: Prefill) -> Table:
+def against(record: PolicyRecord, prefill: Prefill) -> TitledTable:
     """Paired differences."""
     text = "Points more than `lru` in the same pool, needle by needle. An interval that holds 0 tells nothing apart."
-    rows = [
-        (
-            share(arm),
-            name(arm),
-            *(estimate(one, 100, signed=True) for one in (arm.against.found, arm.against.question, arm.against.answer)),
-        )
-        for arm in of(record, prefill)
-        if arm.against is not None
-    ]
-    header = ("pool", "policy", "needles found", "mass of the question's tokens", "of the answer's")
-    return Table(f"Against `lru`: {PREFILLS[prefill][0].lower()}", text, header, tuple(rows))
+    columns = {
+        "pool": share,
+        "policy": name,
+        "needles found": cols.percent("against.found", signed=True),
+        "mass of the question's tokens": cols.percent("against.question", signed=True),
+        "of the answer's": cols.percent("against.answer", signed=True),
+    }
+    arms = [arm for arm in of(record, prefill) if arm.against is not None]
+    return TitledTable(f"Against `lru`: {PREFILLS[prefill][0].lower()}", text, columns, arms)
 
 
-def depths(record: PolicyRecord) -> Table:
+def depths(record: PolicyRecord) -> TitledTable:
     """Needles by the third of the context that they stand in."""
     everything = record.arm(None, None, "bounded")
     text = "Needles found, out of those planted in each third of the context."
-    rows = [
-        (
-            share(arm),
-            DASH if arm.policy is None else arm.prefill,
-            name(arm),
-            *(f"{t.found} of {t.items}" for t in arm.thirds),
-        )
-        for arm in [everything, *of(record, "bounded"), *of(record, "restored")]
-    ]
-    header = ("pool", "prefill", "policy", *(f"{percent(t.low, 0)} to {percent(t.high, 0)}" for t in everything.thirds))
-    return Table("By the depth of the needle", text, header, tuple(rows))
+    columns = {
+        "pool": share,
+        "prefill": lambda arm: DASH if arm.policy is None else arm.prefill,
+        "policy": name,
+    }
+    for at, third in enumerate(everything.thirds):
+        columns[f"{percent(third.low, 0)} to {percent(third.high, 0)}"] = lambda arm, at=at: found_of(arm.thirds[at])
+    arms = [everything, *of(record, "bounded"), *of(record, "restored")]
+    return TitledTable("By the depth of the needle", text, columns, arms)
+
+
+def found_of(third: Third) -> str:
+    """How many of the needles of a third were found."""
+    return f"{third.found} of {third.items}"
 
 
 def of(record: PolicyRecord, prefill: Prefill) -> list[PolicyArm]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from itertools import accumulate, product
 
 import polars as pl
 
-from kvlab.core.recipe import Engine
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import marks
+from kvlab_pipeline.rendering import marks, tables
 from kvlab_pipeline.rendering.basis import METHODS, Basis
 from kvlab_pipeline.rendering.figure import (
     GREY,
@@ -24,75 +23,12 @@ from kvlab_pipeline.rendering.figure import (
     shape_of,
     whole_axis,
 )
+from kvlab_pipeline.rendering.parts import HELD, not_resolved
 from kvlab_pipeline.rendering.withheld import undecided
 from kvlab_pipeline.studies.baselines import LEVELS
 from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
-from kvlab_pipeline.studies.entries import Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
-from kvlab_pipeline.studies.residual import tables
-from kvlab_pipeline.studies.residual.numbers import residual_entries
-
-# The part ``residual`` of ``metrics.json``: the codec's own error on each engine's capture. No model runs.
-
-
-class Place(Entry):
-    """Which recipe, stream, and layer or group of layers."""
-
-    variance_ratio: float
-    stream: Literal["k", "v"]
-    group: Literal["layer", "coded", "all"]
-    layer: int | None
-    """Null for a group of layers."""
-    boundary: bool | None
-
-
-class RankShare(Entry):
-    """How many blocks kept a rank, and which part of all blocks they are."""
-
-    d_eff: int
-    blocks: int
-    share: Interval
-
-
-class ErrorEntry(Place):
-    """Relative squared errors, ranks, outliers and bytes on one engine's capture."""
-
-    engine: Engine
-    recipe_id: str
-    raw_error: Interval
-    whitened_error: Interval | None
-    d_eff: Interval
-    outlier_rate: Interval | None
-    bits_per_value: Interval
-    frame_bytes: Interval
-    d_eff_blocks: dict[str, int]
-    d_eff_shares: tuple[RankShare, ...] | None
-
-
-class RatioEntry(Place):
-    """The squared error on vLLM's capture over that on transformers', paired by window."""
-
-    measure: Literal["raw", "whitened"]
-    ratio: Interval | None
-    p_value: Annotated[float, PValue] | None
-    q_value: Annotated[float, PValue] | None
-    resolved: bool
-    windows_needed: int | None
-
-
-class Residual(Entry):
-    """Errors by layer, and the engines' against each other."""
-
-    origin: Engine
-    engines: tuple[Engine, ...]
-    windows: int
-    context: int
-    boundary_layers: tuple[int, ...]
-    recipes: dict[str, float]
-    """Recipe id -> variance ratio."""
-    rows: tuple[ErrorEntry, ...]
-    ratios: tuple[RatioEntry, ...]
-
+from kvlab_pipeline.studies.residual.numbers import PARTS, residual_entries
 
 # The codec's own error layer by layer, and how many directions its blocks keep, on each engine's capture.
 
@@ -240,12 +176,178 @@ def entries(measured: ChapterInputs) -> dict:
 def context(metrics: dict, basis: Basis) -> dict:
     """What ``residual.md.j2`` names."""
     return {
-        "residual": tables.context(metrics.get("residual"), basis.confidence, METHODS, undecided(metrics) is not None)
+        "residual": residual_context(
+            metrics.get("residual"),
+            (metrics.get("identity") or {}).get("calibration_origin"),
+            basis.confidence,
+            METHODS,
+            undecided(metrics) is not None,
+        )
+    }
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+LARGER = "larger on `vllm` by, %"
+GROUPS = {"coded": "coded layers", "all": "all layers"}
+
+
+def layer_words(row: dict) -> str:
+    """A layer or a group of layers, boundary layers marked."""
+    if row["layer"] is None:
+        return GROUPS[row["group"]]
+    return f"{row['layer']}, boundary" if row["boundary"] else str(row["layer"])
+
+
+def engines_of(residual: dict) -> list[str]:
+    """Those whose capture was coded, in the plan's order."""
+    return list(dict.fromkeys(row["engine"] for row in residual["rows"]))
+
+
+def variance_ratios(residual: dict) -> list[float]:
+    """Those that were coded, in the plan's order."""
+    return list(dict.fromkeys(row["variance_ratio"] for row in residual["rows"]))
+
+
+def errors(residual: dict) -> list[dict]:
+    """Error, rank, outliers and bytes: one table per engine and variance ratio.
+
+    Returns
+    -------
+    list of dict
+        ``engine``, ``variance_ratio`` (text), ``table``.
+    """
+    found = []
+    for engine, ratio in product(engines_of(residual), variance_ratios(residual)):
+        rows = [row for row in residual["rows"] if (row["engine"], row["variance_ratio"]) == (engine, ratio)]
+        found.append({"engine": engine, "variance_ratio": fmt.plain(ratio), "table": engine_errors(rows)})
+    return found
+
+
+def engine_errors(rows: list[dict]) -> str:
+    """Layers of one engine at one variance ratio; a line of a group is the mean of its layers, its bytes their sum."""
+    columns = {
+        "layer": layer_words,
+        "stream": tables.stream(),
+        "raw error, %": tables.percent("raw_error"),
+        "whitened error, %": tables.percent("whitened_error"),
+        "kept rank (`d_eff`)": tables.estimate("d_eff"),
+        "outliers, %": tables.percent("outlier_rate"),
+        "bits per value": tables.estimate("bits_per_value"),
+        "bytes per window": lambda row: fmt.number(round(row["frame_bytes"]["value"])),
+    }
+    return tables.table(rows, columns)
+
+
+def ranks(residual: dict) -> str:
+    """How the kept ranks of single blocks scatter: the lowest, the middle and the highest."""
+    lines = []
+    for row in residual["rows"]:
+        if row["layer"] is not None and len(row["d_eff_blocks"]) > 1:
+            name = [f"`{row['engine']}`", fmt.plain(row["variance_ratio"]), row["stream"].upper(), layer_words(row)]
+            lines.append([*name, *map(fmt.whole, rank_spread(row["d_eff_blocks"]))])
+    headers = ["engine", "`variance_ratio`", "stream", "layer", "lowest rank", "median", "highest", "blocks"]
+    return fmt.table(headers, lines) if lines else ""
+
+
+def rank_spread(blocks: dict[str, int]) -> tuple[int, int, int, int]:
+    """Lowest, (lower) median and highest kept rank, and the number of blocks, of a histogram."""
+    counted = sorted((int(rank), count) for rank, count in blocks.items())
+    total = sum(count for _, count in counted)
+    reached = accumulate(count for _, count in counted)
+    median = next(rank for (rank, _), seen in zip(counted, reached, strict=True) if 2 * seen >= total)
+    return counted[0][0], median, counted[-1][0], total
+
+
+def ratios(residual: dict, held: bool = False) -> list[dict]:
+    """Errors on one engine's capture against the other's: ``[{"variance_ratio", "table"}]``."""
+    found = []
+    for ratio in variance_ratios(residual):
+        rows = [row for row in residual["ratios"] if row["variance_ratio"] == ratio]
+        if rows:
+            found.append({"variance_ratio": fmt.plain(ratio), "table": ratio_table(rows, held)})
+    return found
+
+
+def ratio_table(rows: list[dict], held: bool = False) -> str:
+    """How much larger the error is on `vllm`'s capture, in per cent; `held` where it is open if the engines agree."""
+    columns = {
+        "layer": layer_words,
+        "stream": tables.stream(),
+        "error": tables.text("measure"),
+        LARGER: tables.change("ratio", signed=True),
+        "q-value (groups: p-value)": lambda row: fmt.number(
+            row["p_value"] if row["q_value"] is None else row["q_value"], 2
+        ),
+        "reading": lambda row: HELD if held and row["ratio"] else reading(row),
+    }
+    return tables.table(rows, columns)
+
+
+def reading(row: dict) -> str:
+    """What the ratio of two engines' errors says."""
+    if row["ratio"] is None:
+        return "no error on either"
+    if row["resolved"]:
+        return f"larger on `{'vllm' if row['ratio']['value'] > 1 else 'hf'}`"
+    if not row["ratio"]["low"] <= 1 <= row["ratio"]["high"]:
+        return "not resolved, the signs of the windows do not bear it out"
+    needed = row["windows_needed"]
+    count = None if needed is None or needed >= fmt.OUT_OF_REACH else fmt.whole(needed)
+    return not_resolved(fmt.largest(row["ratio"], 1.0, 100), count, " %")
+
+
+def basis(residual: dict, level: str, methods: dict[str, str]) -> str:
+    """The line under the tables: on how much they rest. `methods` puts the names of methods into words."""
+    given = [row["raw_error"] for row in residual["rows"]]
+    used = {one.get("method", "bca") for one in given}
+    words = " or ".join(word for method, word in methods.items() if method in used)
+    windows, tokens = (fmt.span(one[key] for one in given) for key in ("n_windows", "n_tokens"))
+    return (
+        f"*{windows} windows of the calibration split, {tokens} coded tokens, {level} intervals in brackets ({words}).*"
+    )
+
+
+def pooled(residual: dict, held: bool = False) -> str:
+    """The comparison over the layers that the studied recipe codes, which are all if it leaves none alone."""
+    rows = [row for row in residual["ratios"] if row["layer"] is None]
+    widest = "coded" if any(row["group"] == "coded" for row in rows) else "all"
+    columns = {
+        "stream": tables.stream(),
+        "error": tables.text("measure"),
+        "`variance_ratio`": tables.plain("variance_ratio"),
+        LARGER: tables.change("ratio", signed=True),
+        "reading": lambda row: HELD if held and row["ratio"] else reading(row),
+    }
+    return tables.table([row for row in rows if row["group"] == widest], columns)
+
+
+def residual_context(
+    residual: dict | None, origin: str | None, confidence: float, methods: dict[str, str], held: bool = False
+) -> dict | None:
+    """Everything that ``residual.md.j2`` names; None when the study was not run.
+
+    What compares engines may have been taken out of `residual`; see `kvlab_pipeline.rendering.withheld`.
+    """
+    if not residual:
+        return None
+    residual = {"ratios": []} | residual
+    engines = engines_of(residual)
+    return {
+        "origin": origin,
+        "engines": engines,
+        "several": len(engines) > 1,
+        "boundary": any(row["boundary"] for row in residual["rows"]),
+        "errors": errors(residual),
+        "ranks": ranks(residual),
+        "ratios": ratios(residual, held),
+        "pooled": pooled(residual, held),
+        "basis": basis(residual, fmt.percent(confidence), methods),
     }
 
 
 CHAPTER = Chapter(
-    parts={"residual": Residual},
+    parts=PARTS,
     entries=entries,
     sections={
         "residual": PageSection(

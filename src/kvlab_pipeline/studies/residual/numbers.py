@@ -32,6 +32,61 @@ from kvlab_pipeline.studies.residual.record import (
     read_residual,
     recipes,
 )
+from kvlab_pipeline.studies.tidy import (
+    BITS,
+    BYTES,
+    COUNT,
+    PROBABILITY,
+    RATIO,
+    SHARE,
+    WINDOWS,
+    By,
+    Estimand,
+    Level,
+    Several,
+    Single,
+)
+
+# The codec's own error on each engine's capture, by layer and by group of layers, and the engines' beside one another.
+PLACE = {
+    "variance_ratio": Level(),
+    "stream": Level(),
+    "group": Level("layer, coded (all but the boundary layers) or all"),
+    "layer": Level("null for a group of layers"),
+    "boundary": Level(),
+}
+
+ERRORS = Single(
+    {
+        "rows": Several(
+            {"engine": Level(), "recipe_id": Level()}
+            | PLACE
+            | {
+                "raw_error": Estimand(RATIO, "squared error over the squared deviation from the heads' means"),
+                "whitened_error": Estimand(RATIO, "the same, weighed by Sigma_q; null for V"),
+                "d_eff": Estimand(COUNT, "kept rank"),
+                "outlier_rate": Estimand(SHARE),
+                "bits_per_value": Estimand(BITS),
+                "frame_bytes": Estimand(BYTES, "of a window"),
+                "d_eff_blocks": By("rank", Estimand(COUNT, "blocks that kept this rank")),
+                "d_eff_shares": Several({"d_eff": Level(), "blocks": Estimand(COUNT), "share": Estimand(SHARE)}),
+            }
+        ),
+        "ratios": Several(
+            PLACE
+            | {
+                "measure": Level("of the error: raw or whitened"),
+                "ratio": Estimand(RATIO, "the squared error on vLLM's capture over that on transformers', by window"),
+                "p_value": Estimand(PROBABILITY),
+                "q_value": Estimand(PROBABILITY),
+                "resolved": Level("whether interval and q-value, of a group the p-value, both say so"),
+                "windows_needed": Estimand(WINDOWS),
+            }
+        ),
+    }
+)
+
+PARTS = {"residual": ERRORS}
 
 QUANTITIES = tuple(name for name in RESIDUAL if name not in KEY)
 ESTIMATES = ("raw_error", "whitened_error", "d_eff", "outlier_rate", "bits_per_value", "frame_bytes")
@@ -238,12 +293,6 @@ def residual_entries(params: Params, paths: Sequence[Path], measured: Provenance
     found = read_residuals(params, paths, measured)
     groups = groups_of(params)
     return {
-        "origin": params.calibration.origin,
-        "engines": list(found),
-        "windows": coded_windows(params),
-        "context": params.windows.context,
-        "boundary_layers": list(params.codec.boundary_layers),
-        "recipes": {recipe.recipe_id: recipe.variance_ratio for recipe in recipes(params)},
         "rows": [
             row_entry(params, boot, one, recipe, stream, group)
             for one in found.values()

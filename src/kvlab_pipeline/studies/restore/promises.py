@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvlab.output.format import DASH, number, percent
+from kvlab_pipeline.rendering import tables as cols
+from kvlab_pipeline.rendering.tables import TitledTable
 from kvlab_pipeline.studies.restore.record import Evicted, RestoreRecord, RunAgreement, Speed
-from kvlab_pipeline.studies.table import Table
 
 LEAST_SHARE = 0.7  # of the ideal ratio, which a restore of 90 % of a prompt has to reach
 LEAST_REUSE, LEAST_LENGTH = 0.9, 1000
@@ -50,14 +51,18 @@ def promises(record: RestoreRecord) -> list[Promise]:
     ]
 
 
-def table(record: RestoreRecord) -> Table:
+def table(record: RestoreRecord) -> TitledTable:
     """The promises, and before them in one sentence whether all are kept."""
     found = promises(record)
     counts = {state: sum(one.state == state for one in found) for state in (BROKEN, OPEN)}
     said = " and ".join(f"{count} {state}" for state, count in counts.items() if count)
     text = f"**Of {len(found)} promises {said}.**" if said else f"All {len(found)} promises are kept."
-    rows = tuple((one.text, one.state, "; ".join(one.lines) or DASH) for one in found)
-    return Table("Promises", text, ("promise", "outcome", "why"), rows)
+    columns = {
+        "promise": cols.text("text"),
+        "outcome": cols.text("state"),
+        "why": lambda one: "; ".join(one.lines) or DASH,
+    }
+    return TitledTable("Promises", text, columns, found)
 
 
 def _promise(text: str, lines: Iterable[str], measured: Sequence = (True,), missing: str = "") -> Promise:

@@ -12,9 +12,9 @@ from kvlab.codecs.catalogue import LADDERED
 from kvlab.core.codec_settings import Frozen
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
+from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.studies.record import StudyRecord
 from kvlab_pipeline.studies.restore.params import Storable
-from kvlab_pipeline.studies.table import EstimateRecord
 
 SHORTER = (64, 128, 256)
 CODED_WINDOWS, CODED_CHUNK = 8, 64
@@ -185,8 +185,8 @@ class StorageResult(Frozen):
     values: int
     save_ms: Times
     load_ms: Times
-    kl: EstimateRecord
-    top1_agreement: EstimateRecord
+    kl: Estimate
+    top1_agreement: Estimate
     greedy: float
     decode: int
 

@@ -30,7 +30,6 @@ from kvlab.text import corpus
 from kvlab_pipeline.studies.restore.prompts import pool_of, timed_save
 from kvlab_pipeline.studies.restore.record import RestoreSettings, StorageResult, Unstored
 from kvlab_pipeline.studies.restore.speed import timed
-from kvlab_pipeline.studies.table import EstimateRecord
 
 RAW = "as they are"
 
@@ -201,8 +200,8 @@ def summary(
         values=tokens * model.info.values_per_token,
         save_ms=tuple(way.save_ms),
         load_ms=tuple(way.load_ms),
-        kl=EstimateRecord.of(bootstrap.mean(kl), lowest=0.0),
-        top1_agreement=EstimateRecord.of(bootstrap.rate(same), 0.0, 1.0),
+        kl=bootstrap.divergence(kl),
+        top1_agreement=bootstrap.rate(same),
         greedy=sum(way.greedy) / len(way.greedy),
         decode=settings.decode,
     )

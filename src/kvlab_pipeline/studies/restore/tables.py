@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-from kvlab.output.format import DASH, number, percent
+from kvlab.output.format import DASH, estimate, number, percent
+from kvlab_pipeline.rendering import tables as cols
+from kvlab_pipeline.rendering.tables import Column, TitledTable
 from kvlab_pipeline.studies.restore import promises
-from kvlab_pipeline.studies.restore.record import RestoreRecord, StorageResult, break_even
-from kvlab_pipeline.studies.table import Table, estimate
+from kvlab_pipeline.studies.restore.record import RestoreRecord, break_even
 
 TITLE = "Restoring a context from a snapshot"
 ABOUT = """\
@@ -17,7 +18,7 @@ what becomes of it when K and V are stored coded. Times are of this machine and 
 does not."""
 
 
-def tables(record: RestoreRecord) -> list[Table]:
+def tables(record: RestoreRecord) -> list[TitledTable]:
     """What the page says, in its order."""
     found = [
         promises.table(record),
@@ -30,12 +31,12 @@ def tables(record: RestoreRecord) -> list[Table]:
     ]
     found.append(_stored(record))
     if record.unstored:
-        rows = tuple((one.label, one.reason) for one in record.unstored)
-        found.append(Table("Not measured", "", ("codec", "why"), rows))
+        columns = {"codec": cols.text("label"), "why": cols.text("reason")}
+        found.append(TitledTable("Not measured", "", columns, record.unstored))
     return found
 
 
-def _harness(record: RestoreRecord) -> Table:
+def _harness(record: RestoreRecord) -> TitledTable:
     found = record.harness
     text = (
         f"Three arms answer one prompt of {found.length} tokens in turn, {found.repeats} times each: without a"
@@ -44,122 +45,112 @@ def _harness(record: RestoreRecord) -> Table:
         " controls, the snapshot with one bit flipped and the snapshot of another prompt, were refused for just that."
         " The speed-up is that of the prefill alone, and is withheld unless the outcome is `pass`."
     )
-    reasons = "; ".join(found.reasons) or DASH
-    row = (found.outcome, number(found.prefix_len), number(found.speedup), reasons)
-    return Table("Verdict", text, ("outcome", "tokens restored", "speed-up", "reasons"), (row,))
+    columns = {
+        "outcome": cols.text("outcome"),
+        "tokens restored": cols.number("prefix_len"),
+        "speed-up": cols.number("speedup"),
+        "reasons": lambda one: "; ".join(one.reasons) or DASH,
+    }
+    return TitledTable("Verdict", text, columns, [found])
 
 
-def _identity(record: RestoreRecord) -> Table:
+def _identity(record: RestoreRecord) -> TitledTable:
     text = (
         f"{record.settings.prompts} prompts of {record.settings.prompt_tokens} tokens, each answered cold and from a"
         f" snapshot of all but its last {record.settings.suffix}, cut down to whole chunks of"
         f" {record.settings.chunk_tokens}. Equal logits are equal bits, after the prompt and after every token of"
         " the answer. The new process loads the model itself and knows nothing but the files."
     )
-    header = ("dtype", "process", "tokens restored", "answers equal", "logits equal")
-    rows = tuple(
-        (
-            one.dtype,
-            one.process,
-            number(one.prefix_len),
-            f"{one.tokens_equal} of {one.prompts}",
-            f"{one.logits_equal} of {one.prompts}",
-        )
-        for one in record.agreements
-    )
-    return Table("Cold against warm", text, header, rows)
+    columns = {
+        "dtype": cols.text("dtype"),
+        "process": cols.text("process"),
+        "tokens restored": cols.number("prefix_len"),
+        "answers equal": _of_prompts("tokens_equal"),
+        "logits equal": _of_prompts("logits_equal"),
+    }
+    return TitledTable("Cold against warm", text, columns, record.agreements)
 
 
-def _evicted(record: RestoreRecord) -> Table:
+def _of_prompts(name: str) -> Column:
+    """So many of the prompts."""
+    return lambda one: f"{getattr(one, name)} of {one.prompts}"
+
+
+def _evicted(record: RestoreRecord) -> TitledTable:
     text = (
         f"The same in a pool of {percent(record.settings.pool, 0)} of the prompt, where chunks have to go while it is"
         " read: the snapshot was made in such a pool, and carries scores and clock, so that the warm run evicts what"
         " the cold one does."
     )
-    header = ("policy", "restored", "chunks paged out", "answers equal", "same chunks resident", "largest difference")
-    rows = tuple(
-        (
-            one.policy,
-            f"{one.restored} of {one.prompts}",
-            number(one.page_outs),
-            f"{one.tokens_equal} of {one.prompts}",
-            f"{one.residency_equal} of {one.prompts}",
-            number(one.max_abs_dlogit),
-        )
-        for one in record.evicted
-    )
-    return Table("In a small pool", text, header, rows)
+    columns = {
+        "policy": cols.text("policy"),
+        "restored": _of_prompts("restored"),
+        "chunks paged out": cols.number("page_outs"),
+        "answers equal": _of_prompts("tokens_equal"),
+        "same chunks resident": _of_prompts("residency_equal"),
+        "largest difference": cols.number("max_abs_dlogit"),
+    }
+    return TitledTable("In a small pool", text, columns, record.evicted)
 
 
-def _prefill(record: RestoreRecord) -> Table:
+def _prefill(record: RestoreRecord) -> TitledTable:
     text = (
         "Cold over warm, medians of the rounds, loading left out; the ideal is 1 / (1 - reuse), as if every token"
         " were as dear as every other. A later token costs more than an earlier one, and a forward costs something"
         f" however short it is, so the ideal is not reached; due is {percent(promises.LEAST_SHARE, 0)} of it. In"
         " brackets stand the least and the greatest round."
     )
-    header = ("tokens", "reuse", "cold ms", "warm ms", "cold / warm", "ideal", "share of the ideal")
-    rows = tuple(
-        (
-            number(speed.length),
-            percent(speed.reuse),
-            number(statistics.median(speed.cold_ms)),
-            number(statistics.median(speed.warm_ms)),
-            f"{number(speed.ratio)} [{number(min(speed.by_round))}, {number(max(speed.by_round))}]",
-            number(speed.ideal),
-            percent(speed.ratio / speed.ideal, 0),
-        )
-        for speed in record.speeds
-        if speed.length in record.settings.lengths
-    )
-    return Table("Prefill", text, header, rows)
+    columns = {
+        "tokens": cols.number("length"),
+        "reuse": lambda one: percent(one.reuse),
+        "cold ms": _median("cold_ms"),
+        "warm ms": _median("warm_ms"),
+        "cold / warm": lambda one: f"{number(one.ratio)} [{number(min(one.by_round))}, {number(max(one.by_round))}]",
+        "ideal": cols.number("ideal"),
+        "share of the ideal": lambda one: percent(one.ratio / one.ideal, 0),
+    }
+    speeds = [speed for speed in record.speeds if speed.length in record.settings.lengths]
+    return TitledTable("Prefill", text, columns, speeds)
 
 
-def _load(record: RestoreRecord) -> Table:
+def _median(name: str) -> Column:
+    """Of some times."""
+    return lambda one: number(statistics.median(getattr(one, name)))
+
+
+def _load(record: RestoreRecord) -> TitledTable:
     text = (
         "What the warm run pays on top, and the rival that cuts nothing: one forward over the whole prompt into"
         " transformers' own cache. The last two columns are what a user waits for, loading included."
     )
-    header = (
-        "tokens",
-        "file bytes",
-        "bytes read",
-        "save ms",
-        "load ms",
-        "one forward ms",
-        "against cold",
-        "against one",
-    )
-    rows = tuple(
-        (
-            number(speed.length),
-            number(speed.file_bytes),
-            number(speed.bytes_read),
-            number(speed.save_ms),
-            number(statistics.median(speed.load_ms)),
-            number(statistics.median(speed.whole_ms)),
-            f"{number(statistics.median(speed.cold_ms) / speed.restore_ms)} ×",
-            f"{number(statistics.median(speed.whole_ms) / speed.restore_ms)} ×",
-        )
-        for speed in record.speeds
-    )
-    return Table("Loading, and the rival", text, header, rows)
+    columns = {
+        "tokens": cols.number("length"),
+        "file bytes": cols.number("file_bytes"),
+        "bytes read": cols.number("bytes_read"),
+        "save ms": cols.number("save_ms"),
+        "load ms": _median("load_ms"),
+        "one forward ms": _median("whole_ms"),
+        "against cold": lambda one: f"{number(statistics.median(one.cold_ms) / one.restore_ms)} ×",
+        "against one": lambda one: f"{number(statistics.median(one.whole_ms) / one.restore_ms)} ×",
+    }
+    return TitledTable("Loading, and the rival", text, columns, record.speeds)
 
 
-def _break_even(record: RestoreRecord) -> Table:
+def _break_even(record: RestoreRecord) -> TitledTable:
     measured = sorted(speed.length for speed in record.speeds)
     text = (
         f"The shortest of the measured lengths ({', '.join(map(str, measured))}) from which on loading and prefilling"
         " the rest takes less than computing all of it; a dash where no such length was seen."
     )
-    rows = (
-        ("prefill chunk by chunk", number(break_even(record.speeds, "cold"))),
-        ("one forward", number(break_even(record.speeds, "whole"))),
-    )
-    return Table("Where restoring pays", text, ("against", "from tokens"), rows)
+    columns = {
+        "against": lambda row: row[0],
+        "from tokens": lambda row: number(break_even(record.speeds, row[1])),
+    }
+    rivals = [("prefill chunk by chunk", "cold"), ("one forward", "whole")]
+    return TitledTable("Where restoring pays", text, columns, rivals)
 
 
-def _stored(record: RestoreRecord) -> Table:
+def _stored(record: RestoreRecord) -> TitledTable:
     settings = record.settings
     text = (
         f"The first {settings.windows} test windows, their contexts stored in chunks of {settings.codec_chunk_tokens}"
@@ -168,19 +159,15 @@ def _stored(record: RestoreRecord) -> Table:
         " tokens after the context, teacher-forced, against the restore of K and V as they are; the last column is"
         f" how many of {settings.decode} greedily decoded tokens come before the first other one."
     )
-    header = ("payload", "bytes/token", "bits/value", "save ms", "load ms", "KL", "same top token", "equal tokens")
+    columns = {
+        "payload": cols.text("label"),
+        "bytes/token": cols.number("bytes_per_token", 4),
+        "bits/value": cols.number("bits_per_value"),
+        "save ms": _median("save_ms"),
+        "load ms": _median("load_ms"),
+        "KL": cols.estimate("kl"),
+        "same top token": lambda way: f"{estimate(way.top1_agreement, scale=100)} %",
+        "equal tokens": cols.number("greedy"),
+    }
     ordered = sorted(record.stored, key=lambda way: (way.recipe is not None, -way.bits_per_value, way.label))
-    return Table("As they are against coded", text, header, tuple(_stored_row(way) for way in ordered))
-
-
-def _stored_row(way: StorageResult) -> tuple[str, ...]:
-    return (
-        way.label,
-        number(way.bytes_per_token, 4),
-        number(way.bits_per_value),
-        number(statistics.median(way.save_ms)),
-        number(statistics.median(way.load_ms)),
-        estimate(way.kl),
-        f"{estimate(way.top1_agreement, scale=100)} %",
-        number(way.greedy),
-    )
+    return TitledTable("As they are against coded", text, columns, ordered)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from kvlab.core.params import Params
-from kvlab.core.recipe import Engine, Protocol
-from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
+from kvlab_pipeline.rendering import tables
 from kvlab_pipeline.rendering.basis import Basis
-from kvlab_pipeline.rendering.parts import KL_UNIT, reading, resolution
+from kvlab_pipeline.rendering.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, PageSection, estimates_of
 from kvlab_pipeline.studies.columns import net_kl, subtracted
-from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim, sides
 from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.split.plan import divided, divisions
+from kvlab_pipeline.studies.tidy import BITS, NATS, Compared, Estimand, Level, Several
 
 # What each division of a codec's bits between K and V costs, and what it costs beside the most even one.
 
@@ -47,24 +46,21 @@ def beside(boot: Bootstrap, one: Measured, even: Measured) -> dict:
     return {"difference": boot.mean(apart).to_json(), "compared": sides(one, even)}
 
 
-# The part ``split`` of ``metrics.json``.
-
-
-class SplitEntry(Entry):
-    """One division of a codec's bits between K and V, in nats per token."""
-
-    engine: Engine
-    protocol: Protocol
-    codec: str
-    k_bits: int
-    v_bits: int
-    cell_id: str
-    bits_per_value: float
-    kl: Interval
-    """Net of the identity cell's."""
-    difference: Interval | None
-    """Its KL minus that of the most even division; null for that one."""
-    compared: Compared | None
+# One division of a codec's bits between K and V.
+SPLIT = Several(
+    {
+        "engine": Level(),
+        "protocol": Level(),
+        "codec": Level(),
+        "k_bits": Level(),
+        "v_bits": Level(),
+        "cell_id": Level(),
+        "bits_per_value": Estimand(BITS),
+        "kl": Estimand(NATS, "net of the identity cell's"),
+        "difference": Estimand(NATS, "its KL minus that of the most even division; null for that one"),
+        "compared": Compared(),
+    }
+)
 
 
 # Whether K or V deserves more of the bits, from the part ``split`` of ``metrics.json``.
@@ -83,20 +79,16 @@ def subject(row: dict) -> str:
 
 def table(rows: list[dict]) -> str:
     """A line for each engine and division."""
-    lines = [
-        [
-            f"`{row['engine']}`",
-            fmt.plain(row["k_bits"]),
-            fmt.plain(row["v_bits"]),
-            fmt.number(row["bits_per_value"]),
-            fmt.estimate(row["kl"]),
-            fmt.estimate(row["difference"], signed=True),
-            reading(resolution(row["difference"])) if row["difference"] else fmt.DASH,
-        ]
-        for row in rows
-    ]
-    headers = ["engine", "bits of K", "bits of V", "bits per value", f"net KL, {KL_UNIT}"]
-    return fmt.table([*headers, f"minus the even division, {KL_UNIT}", "reading"], lines)
+    columns = {
+        "engine": tables.code("engine"),
+        "bits of K": tables.plain("k_bits"),
+        "bits of V": tables.plain("v_bits"),
+        "bits per value": tables.number("bits_per_value"),
+        f"net KL, {KL_UNIT}": tables.estimate("kl"),
+        f"minus the even division, {KL_UNIT}": tables.estimate("difference", signed=True),
+        "reading": tables.effect("difference"),
+    }
+    return tables.table(rows, columns)
 
 
 def context(metrics: dict, basis: Basis) -> dict:
@@ -109,7 +101,7 @@ def context(metrics: dict, basis: Basis) -> dict:
 
 
 CHAPTER = Chapter(
-    parts={"split": tuple[SplitEntry, ...]},
+    parts={"split": SPLIT},
     entries=lambda measured: {"split": split_entries(measured.params, measured.results, measured.boot)},
     sections={"split": PageSection(110, "Bits divided between K and V at equal bytes", asks="bits for K or for V")},
     context=context,

@@ -35,13 +35,12 @@ from kvlab.measure.mechanism import IN_16_BITS, mechanism_variant
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.variant import Variant, read_of
 from kvlab.measure.windows import Window, windows_of
-from kvlab.stats.bootstrap import Bootstrap, Column
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.text import corpus, needles
 from kvlab.text.needles import Needle
 from kvlab.witness.plain import PlainModel
 from kvlab_mechanisms.decoding.acceptance import acceptance, plain_texts
 from kvlab_mechanisms.decoding.law import Sampling
-from kvlab_pipeline.studies.table import EstimateRecord
 from kvlab_pipeline.studies.tradeoffs.arms import CacheShape, TradeoffVariant, arms
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, Drafted, TradeoffsRecord
 
@@ -158,8 +157,8 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
             name=arm.name,
             family=arm.family,
             recipe_id=arm.recipe.recipe_id if arm.recipe else None,
-            kl=EstimateRecord.of(bootstrap.mean(columns[arm.name][0]), 0.0),
-            top1=EstimateRecord.of(bootstrap.rate(columns[arm.name][1])),
+            kl=bootstrap.divergence(columns[arm.name][0]),
+            top1=bootstrap.rate(columns[arm.name][1]),
             found=rate(bootstrap, answers[arm.name]),
             stored=found[arm.name].cost.stored,
             read=found[arm.name].cost.read,
@@ -180,7 +179,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         values=info.values_per_token,
         text=bench.windows[0].text,
         confidence=params.stats.confidence,
-        rounding=EstimateRecord.of(bootstrap.mean(floor.columns[0]), 0.0),
+        rounding=bootstrap.divergence(floor.columns[0]),
         full_read=read_of(full, context, len(bench.windows[0].ids), info),
         exact_found=rate(bootstrap, answers[quick_run.ROUNDING]),
         exact_per_second=speeds[quick_run.ROUNDING],
@@ -238,10 +237,10 @@ def timed(bench: Bench, listed: Sequence[TradeoffVariant], others: dict[str, Var
     return found
 
 
-def rate(bootstrap: Bootstrap, answers: Sequence[bool]) -> EstimateRecord:
+def rate(bootstrap: Bootstrap, answers: Sequence[bool]) -> Estimate:
     """The share of the items, an item a window."""
     place = np.arange(len(answers))
-    return EstimateRecord.of(bootstrap.rate(Column.of(place, place, np.array(answers, dtype=np.float64))))
+    return bootstrap.rate(Column.of(place, place, np.array(answers, dtype=np.float64)))
 
 
 def held_against(
@@ -253,7 +252,7 @@ def held_against(
         return one
     rival = max(able, key=lambda rival: rival.stored)
     difference = bootstrap.difference(columns[one.name][0], columns[rival.name][0])
-    return one.model_copy(update={"rival": rival.name, "against": EstimateRecord.of(difference)})
+    return one.model_copy(update={"rival": rival.name, "against": difference})
 
 
 # Self-speculation: the model drafts over its coded cache, and the exact cache decides what is written.
@@ -290,7 +289,7 @@ def drafted(bench: Bench, bootstrap: Bootstrap) -> Iterator[Drafted]:
             yield Drafted(
                 name=f"{codec} {bits}",
                 recipe_id=recipe.recipe_id,
-                accepted=EstimateRecord.of(bootstrap.mean(Column.of(place, place, shares)), 0.0, 1.0),
+                accepted=bootstrap.mean(Column.of(place, place, shares)).within(0.0, 1.0),
                 tokens_per_call=written / sum(len(one.report.accepted) for one in runs),
                 draft=settings.draft,
                 coded=float(np.mean([one.bits_per_value for one in runs])) * bench.info.values_per_token / 8,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvlab.core.codec_settings import Frozen
+from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.studies.record import StudyRecord
-from kvlab_pipeline.studies.table import EstimateRecord
 from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
 
 
@@ -20,15 +20,15 @@ class ArmFound(Frozen):
     name: str
     family: str
     recipe_id: str | None
-    kl: EstimateRecord
-    top1: EstimateRecord
-    found: EstimateRecord
+    kl: Estimate
+    top1: Estimate
+    found: Estimate
     stored: float
     read: float
     per_second: float | None
     witnessed: float | None
     rival: str | None = None
-    against: EstimateRecord | None = None
+    against: Estimate | None = None
 
 
 class Drafted(Frozen):
@@ -41,7 +41,7 @@ class Drafted(Frozen):
 
     name: str
     recipe_id: str
-    accepted: EstimateRecord
+    accepted: Estimate
     tokens_per_call: float
     draft: int
     coded: float
@@ -73,9 +73,9 @@ class TradeoffsRecord(StudyRecord):
     values: int
     text: str = "other"
     confidence: float
-    rounding: EstimateRecord
+    rounding: Estimate
     full_read: float
-    exact_found: EstimateRecord
+    exact_found: Estimate
     exact_per_second: float
     arms: tuple[ArmFound, ...]
     drafted: tuple[Drafted, ...]

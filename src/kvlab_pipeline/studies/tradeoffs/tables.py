@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from kvlab.output import format as fmt
-from kvlab.output.format import DASH, number, percent
+from kvlab.output.format import DASH, estimate, number, percent
+from kvlab_pipeline.rendering import tables as cols
 from kvlab_pipeline.rendering.figure import (
     DOWN,
     GREY,
@@ -22,7 +23,7 @@ from kvlab_pipeline.rendering.figure import (
     log_axis,
 )
 from kvlab_pipeline.rendering.parts import KL_UNIT
-from kvlab_pipeline.studies.table import Table, estimate
+from kvlab_pipeline.rendering.tables import TitledTable
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, TradeoffsRecord
 
 __all__ = ["ABOUT", "TITLE", "figure", "tables"]
@@ -36,12 +37,12 @@ untouched model's first, in nats per token. Bytes are counted, everything that i
 calibrations, which all texts share, are not. A step reads the stored context and, in 16 bits, the tokens since."""
 
 
-def tables(record: TradeoffsRecord) -> list[Table]:
+def tables(record: TradeoffsRecord) -> list[TitledTable]:
     """What it costs, by family; against the leading codec; the drafters; and what vouches for it."""
     return [conclusions(record), costs(record), against(record), drafts(record), vouched(record)]
 
 
-def conclusions(record: TradeoffsRecord) -> Table:
+def conclusions(record: TradeoffsRecord) -> TitledTable:
     """The sentences that a reader decides by; every number is the record's."""
     lead = record.settings.codecs[0]
     told = [one for one in record.arms if one.against is not None]
@@ -63,14 +64,15 @@ def conclusions(record: TradeoffsRecord) -> Table:
             f" Drafts of `{one.name}` are accepted to {percent(one.accepted.value, 0)} and cost no quality, at"
             f" {percent(one.stored / record.full, 0)} of the memory."
         )
-    return Table("What to take from it", text, (), ())
+    return TitledTable("What to take from it", text)
 
 
-def costs(record: TradeoffsRecord) -> Table:
+def costs(record: TradeoffsRecord) -> TitledTable:
     """Every arm."""
     text = (
-        f"{record.arms[0].kl.n} windows of {record.context} stored and {record.eval} scored tokens,"
-        f" {record.arms[0].found.n} needles in as many texts; intervals ({percent(record.confidence)}) are over windows"
+        f"{record.arms[0].kl.n_windows} windows of {record.context} stored and {record.eval} scored tokens,"
+        f" {record.arms[0].found.n_windows} needles in as many texts;"
+        f" intervals ({percent(record.confidence)}) are over windows"
         f" and over texts. Rounding to 16 bits alone costs KL {number(record.rounding.value)}, finds"
         f" {estimate(record.exact_found, 100)} % of the needles, takes"
         f" {number(record.full)} bytes for a token and reads {number(record.full_read / KIB)} KiB in a"
@@ -78,31 +80,35 @@ def costs(record: TradeoffsRecord) -> Table:
         f" on this machine's CPU ({record.threads} thread): they say what the forms that run here take, and nothing of"
         " kernels that read coded or chosen bytes alone; a dash stands where no such form is."
     )
-    rows = [
-        (
-            one.family,
-            f"`{one.name}`",
-            number(8 * one.stored / record.values),
-            number(one.stored),
-            number(one.read / KIB),
-            estimate(one.kl),
-            estimate(one.top1, 100),
-            estimate(one.found, 100),
-            DASH if one.per_second is None else number(one.per_second),
-        )
-        for one in record.arms
-    ]
-    rows.insert(0, ("none", "16 bits", "16", number(record.full), number(record.full_read / KIB),
-                    number(record.rounding.value), DASH, estimate(record.exact_found, 100),
-                    number(record.exact_per_second)))  # fmt: skip
-    header = (
-        *("kind", "setting", "bits per value", "bytes stored per token", "KiB read per step", "KL"),
-        *("same top token, %", "needles found, %", "tokens per second"),
-    )
-    return Table("What each costs and buys", text, header, tuple(rows))
+    exact = {  # what there is without any arm, first
+        "kind": "none",
+        "setting": "16 bits",
+        "bits per value": "16",
+        "bytes stored per token": number(record.full),
+        "KiB read per step": number(record.full_read / KIB),
+        "KL": number(record.rounding.value),
+        "needles found, %": estimate(record.exact_found, 100),
+        "tokens per second": number(record.exact_per_second),
+    }
+    columns = {
+        "kind": cols.text("family"),
+        "setting": cols.code("name"),
+        "bits per value": lambda one: number(8 * one.stored / record.values),
+        "bytes stored per token": cols.number("stored"),
+        "KiB read per step": lambda one: number(one.read / KIB),
+        "KL": cols.estimate("kl"),
+        "same top token, %": cols.percent("top1"),
+        "needles found, %": cols.percent("found"),
+        "tokens per second": cols.number("per_second"),
+    }
+    told = {
+        name: lambda one, name=name, tell=tell: tell(one) if one else exact.get(name, DASH)
+        for name, tell in columns.items()
+    }
+    return TitledTable("What each costs and buys", text, told, [None, *record.arms])
 
 
-def against(record: TradeoffsRecord) -> Table:
+def against(record: TradeoffsRecord) -> TitledTable:
     """Paired differences at no more bytes."""
     lead = record.settings.codecs[0]
     text = (
@@ -111,16 +117,17 @@ def against(record: TradeoffsRecord) -> Table:
         " in 16 bits:"
         " it is here for what it would have to be worth in reading."
     )
-    rows = [
-        (one.family, f"`{one.name}`", number(one.stored), f"`{one.rival}`", estimate(one.against, signed=True))
-        for one in record.arms
-        if one.against is not None
-    ]
-    header = ("kind", "setting", "bytes stored per token", "held against", "difference of KL")
-    return Table("At equal bytes stored", text, header, tuple(rows))
+    columns = {
+        "kind": cols.text("family"),
+        "setting": cols.code("name"),
+        "bytes stored per token": cols.number("stored"),
+        "held against": cols.code("rival"),
+        "difference of KL": cols.estimate("against", signed=True),
+    }
+    return TitledTable("At equal bytes stored", text, columns, [one for one in record.arms if one.against is not None])
 
 
-def drafts(record: TradeoffsRecord) -> Table:
+def drafts(record: TradeoffsRecord) -> TitledTable:
     """Self-speculation."""
     settings = record.settings
     per_token = record.full_read / record.full
@@ -131,26 +138,23 @@ def drafts(record: TradeoffsRecord) -> Table:
         " cache once"
         " for each drafted token, the exact one once a call."
     )
-    rows = [
-        (
-            f"`{one.name}`",
-            str(one.draft),
-            estimate(one.accepted, 100),
-            number(one.tokens_per_call),
-            number(one.stored),
-            f"{number(one.read(per_token) / KIB)} of {number(record.full_read / KIB)}",
-            f"{number(one.per_second)} against {number(one.plain_per_second)}",
-        )
-        for one in record.drafted
-    ]
-    header = (
-        *("drafter", "tokens of a draft", "accepted, %", "tokens per call", "bytes stored per token"),
-        *("KiB read per written token", "tokens per second, and without, prefill included"),
-    )
-    return Table("Self-speculation", text, header, tuple(rows))
+    columns = {
+        "drafter": cols.code("name"),
+        "tokens of a draft": cols.number("draft"),
+        "accepted, %": cols.percent("accepted"),
+        "tokens per call": cols.number("tokens_per_call"),
+        "bytes stored per token": cols.number("stored"),
+        "KiB read per written token": lambda one: (
+            f"{number(one.read(per_token) / KIB)} of {number(record.full_read / KIB)}"
+        ),
+        "tokens per second, and without, prefill included": lambda one: (
+            f"{number(one.per_second)} against {number(one.plain_per_second)}"
+        ),
+    }
+    return TitledTable("Self-speculation", text, columns, record.drafted)
 
 
-def vouched(record: TradeoffsRecord) -> Table:
+def vouched(record: TradeoffsRecord) -> TitledTable:
     """What a second computation said."""
     seen = [one for one in record.arms if one.witnessed is not None]
     unseen = [f"`{one.name}`" for one in record.arms if one.witnessed is None]
@@ -164,7 +168,7 @@ def vouched(record: TradeoffsRecord) -> Table:
         " For each arm that is no codec, keeping everything left the logits alone and keeping next to nothing moved"
         " them; of codecs, one bit moved them."
     )
-    return Table("What vouches for the numbers", text, (), ())
+    return TitledTable("What vouches for the numbers", text)
 
 
 # The figure of the study: what each way to make a cache cheaper costs, over what it stores and over what it reads.
@@ -184,7 +188,7 @@ NAMES = {"codec x sparse reading": "codec under sparse reading", "latent x codec
 
 def figure(record: TradeoffsRecord) -> Figure:
     """KL, logarithmic, over bytes stored and over bytes read; a line joins the widths of one codec."""
-    lines = [one.kl.model_dump() for one in record.arms]
+    lines = [one.kl.to_json() for one in record.arms]
     values = log_axis(lines, f"KL, {KL_UNIT} (logarithmic)")
     tokens = record.full_read / record.full  # that a step has before it, on average
     drafted = [
@@ -226,7 +230,7 @@ def mark(record: TradeoffsRecord, number: int, one: ArmFound, at: float) -> Mark
     words = (
         one.name,
         one.family,
-        f"KL {fmt.estimate(one.kl.model_dump())} {KL_UNIT}",
+        f"KL {fmt.estimate(one.kl.to_json())} {KL_UNIT}",
         f"{fmt.number(one.stored)} bytes stored per token, {fmt.number(one.read / KIB)} KiB read in a step",
     )
     return Mark(number, at, one.kl.value, one.kl.low, one.kl.high, words, look(record, one))
