@@ -17,7 +17,7 @@ rule ladder_jobs:
         "results/logs/ladder/{model}/jobs.log",
     benchmark:
         "results/benchmarks/ladder/{model}/jobs.tsv"
-    priority: 1
+    priority: SHORTEST_FIRST.index(plan.LADDER) + 2
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=8000,

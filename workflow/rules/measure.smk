@@ -1,8 +1,8 @@
 # A rule for what is measured together (`studies.units`), as a rule all of a dtype, with one start of each engine.
 # What was measured before under the same identity is in the store, so that other parameters measure what is new.
-# The longest begins first, as the default run took on two cores: what ends last should not begin last. What the ladder
-# measures comes next (1), and what takes seconds fills the gaps (0).
-SHORTEST_FIRST = ("hf-float32", "vllm-mechanisms", "float32", "hf-mechanisms", "bfloat16")
+# The longest begins first, as the default run took on two cores: what ends last should not begin last. Among them is what
+# the ladder measures (`ladder.smk`); before them goes what they wait for, and what takes seconds fills the gaps (0).
+SHORTEST_FIRST = ("hf-float32", plan.LADDER, "float32", "bfloat16", "hf-mechanisms", "vllm-mechanisms")
 for unit, contents in UNITS.items():
     if unit == plan.LADDER:
         continue  # has a file of its own: it can be measured where FINDINGS.md does not ask for it

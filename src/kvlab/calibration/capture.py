@@ -24,7 +24,8 @@ from kvlab.calibration.joint import JointTap, OutputsTap, RowsTap
 from kvlab.calibration.metrics import Angles, ErrorMetrics
 from kvlab.calibration.moments import STREAMS, Extent, ModelMoments, QueryMoments
 from kvlab.codecs.shared.moments import Moments
-from kvlab.core.errors import CalibrationMismatch, NonFinite, UserError
+from kvlab.core import memory
+from kvlab.core.errors import CalibrationMismatch, UserError
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
 from kvlab.core.records import atomic, to_header, versions
@@ -298,6 +299,7 @@ def capture(params: Params, engine: str, windows_path: Path, out: Path, asked: P
         A captured tensor holds NaN or infinity.
     """
     torch.set_num_threads(params.jobs.threads)
+    memory.keep_freed()
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
     calib = windows.calib[:, : windows.context].tolist()
