@@ -43,7 +43,7 @@ def test_it_fits_the_model_the_engines_and_the_windows(model, tmp_path, engines)
     (params,) = by_model(read_yaml(out)).values()
     plan.check(params)
     assert params.engines == engines and params.calibration.engines == engines[:1]
-    assert (params.windows.test, params.windows.other, params.layers.windows) == (8, 8, 8)
+    assert (params.windows.test, params.windows.other, params.layers.windows) == (8, 8, 4)
     assert params.model.n_layers == 4 and params.windows.length < 300
     assert params.corpus.source == "a: strange #text*.txt"
 

@@ -340,3 +340,10 @@ def test_clean_capture_changes_nothing(run):
     clean = CleanCapture(CONTEXT)
     assert torch.equal(run.engine.score(run.ids, CONTEXT, clean), run.reference)
     assert set(clean.kept) == {(layer, part) for layer in range(3) for part in "kv"}
+
+
+def test_a_known_reference_is_not_computed_again(run):
+    again = WindowRun(run.engine, run.ids, CONTEXT, 0, known=run.reference)
+    assert again.reference is run.reference and "_clean_pass" not in vars(again)
+    first, second = (one.clean["pre_rope"].kept for one in (run, again))
+    assert first.keys() == second.keys() and all(torch.equal(first[at], second[at]) for at in first)

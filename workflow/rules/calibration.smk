@@ -14,7 +14,8 @@ rule capture_engine:
         "results/logs/capture/{model}/{engine}.log",
     benchmark:
         "results/benchmarks/capture/{model}/{engine}.tsv"
-    threads: PARAMS.jobs.threads
+    priority: 10  # all that measures waits for it
+    threads: PARAMS.jobs.threads + 1  # what passes is folded up beside the engine
     resources:
         mem_mb=6000,
         runtime=60,

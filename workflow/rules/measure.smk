@@ -1,12 +1,9 @@
 # Of two stages: studies, and the gate with what it judges.
 # A rule for what is measured together (`studies.units`), as a rule all of a dtype, with one start of each engine.
 # What was measured before under the same identity is in the store, so that other parameters measure what is new.
-# The longest begins first, as the default run took on two cores: what ends last should not begin last. What the ladder
-# measures comes next (1), and what takes seconds fills the gaps (0).
-SHORTEST_FIRST = ("hf-float32", "vllm-mechanisms", "float32", "hf-mechanisms", "bfloat16")
 for unit, contents in UNITS.items():
     if unit == plan.LADDER:
-        continue  # has a file of its own: it can be measured where FINDINGS.md does not ask for it
+        continue  # has a rule of its own: it can be measured where FINDINGS.md does not ask for it
 
     rule:
         """Score what studies want in one dtype, window by window, with one start of each engine."""

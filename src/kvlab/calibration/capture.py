@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,8 @@ from kvlab.calibration.joint import JointTap, OutputsTap, RowsTap
 from kvlab.calibration.metrics import Angles, ErrorMetrics
 from kvlab.calibration.moments import STREAMS, Extent, ModelMoments, QueryMoments
 from kvlab.codecs.shared.moments import Moments
-from kvlab.core.errors import CalibrationMismatch, NonFinite, UserError
+from kvlab.core import memory
+from kvlab.core.errors import CalibrationMismatch, UserError
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
 from kvlab.core.records import atomic, to_header, versions
@@ -205,7 +207,7 @@ def observe(
     for number, ids in enumerate(tqdm(windows, desc=f"capture {engine.name}", unit="window")):
         tap.window = number
         engine.score(ids, len(ids) - 2, tap)
-        tap.refuse_broken()
+        tap.finish_window()
     found = losses.measured(engine, [ids[:context] for ids in windows], angles)
     tensors = tap.moments.tensors() | tap.sample | found
     if across := seen.pop("across", None):
@@ -244,35 +246,40 @@ def _looking(
 class _Tap:
     """Folds what passes into moments, and keeps K and V of the windows of the sample.
 
-    A fault is told once the engine is done with the window, not from inside its forward pass.
+    That is done in a thread of its own, in the order in which it passed, while the engine computes what comes next. A
+    fault is told once both are done with a window, not from inside the engine's forward pass.
     """
 
     def __init__(self, moments: ModelMoments, chosen: Sequence[int], beside: Sequence[Beside]):
-        self.moments, self.chosen, self.beside, self.window = moments, chosen, beside, 0
+        self.moments, self.chosen, self.beside = moments, chosen, beside
         self.sample: dict[str, Tensor] = {}
-        self._broken: NonFinite | None = None
+        self.window = 0
+        self._thread = ThreadPoolExecutor(1, "capture")
+        self._due: list[Future] = []
 
     def __call__(self, layer: int, part: Part, x: Tensor) -> None:
         """See `Tap`."""
-        with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the engine's own mode
-            try:
-                self.moments.update(self.window, layer, part, x.detach())
-                for other in self.beside:
-                    other.see(self.window, layer, part, x.detach())
-            except NonFinite as error:
-                self._broken = self._broken or error
-        if part in STREAMS and self.window in self.chosen:
-            self._keep(f"layer_{layer}_{part}", x.detach()[:, : self.moments.extent.context])
+        own = x.detach().clone()  # an engine may turn its own by the rotary embedding where it lies
+        self._due.append(self._thread.submit(self._fold, self.window, layer, part, own))
 
-    def _keep(self, name: str, x: Tensor) -> None:
+    def _fold(self, window: int, layer: int, part: Part, x: Tensor) -> None:
+        with torch.no_grad():
+            self.moments.update(window, layer, part, x)
+            for other in self.beside:
+                other.see(window, layer, part, x)
+        if part in STREAMS and window in self.chosen:
+            self._keep(f"layer_{layer}_{part}", x[:, : self.moments.extent.context], self.chosen.index(window))
+
+    def _keep(self, name: str, x: Tensor, place: int) -> None:
         if name not in self.sample:
             self.sample[name] = torch.zeros(len(self.chosen), *x.shape, dtype=getattr(torch, SAMPLE_DTYPE))
-        self.sample[name][self.chosen.index(self.window)] = x.to("cpu", getattr(torch, SAMPLE_DTYPE))
+        self.sample[name][place] = x.to("cpu", getattr(torch, SAMPLE_DTYPE))
 
-    def refuse_broken(self) -> None:
-        """`NonFinite` when anything was."""
-        if self._broken:
-            raise self._broken
+    def finish_window(self) -> None:
+        """Wait until all that passed is folded up; `NonFinite` when any of it was."""
+        due, self._due = self._due, []
+        for one in due:
+            one.result()
 
 
 def capture(params: Params, engine: str, windows_path: Path, out: Path, asked: Path | None = None) -> None:
@@ -292,6 +299,7 @@ def capture(params: Params, engine: str, windows_path: Path, out: Path, asked: P
         A captured tensor holds NaN or infinity.
     """
     torch.set_num_threads(params.jobs.threads)
+    memory.keep_freed()
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
     calib = windows.calib[:, : windows.context].tolist()

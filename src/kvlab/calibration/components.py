@@ -28,6 +28,7 @@ from kvlab.codecs.shared.metric import ridged
 from kvlab.codecs.shared.moments import Moments
 from kvlab.codecs.shared.turning import turned_about, turned_moments
 from kvlab.codecs.shared.whitening import Whitener
+from kvlab.core import memory
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite
 from kvlab.core.model import resolve
 from kvlab.core.params import Params
@@ -50,6 +51,7 @@ def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Pa
         A fitted tensor holds NaN or infinity.
     """
     torch.set_num_threads(params.jobs.threads)
+    memory.keep_freed()
     info = resolve(params.model)
     captured = Captured(capture_path, info.model_hash)
     whiteners = load_whiteners(sigma_path, info.model_hash)

@@ -67,11 +67,14 @@ class Engines:
     info : ModelInfo
     max_tokens : int
         Longest window that any of them scores.
+    references : dict or None
+        Logits of the clean passes, kept beyond a visit where windows are visited for one engine after the other.
     """
 
     info: ModelInfo
     max_tokens: int
     running: dict[Which, Engine] = field(default_factory=dict)
+    references: dict[tuple[Which, Window], torch.Tensor] | None = None
     _coded: dict[str, tuple[Recipe, Calibrated | None]] = field(default_factory=dict)
 
     def coding(self, which: Which, recipe: Recipe, calibrated: Calibrated | None) -> Which:
@@ -103,6 +106,11 @@ class Engines:
             max_tokens=self.max_tokens,
             cache_dtype=which.cache_dtype,
         )
+
+    def end(self, which: Which) -> None:
+        """Give the memory of one of them back."""
+        if engine := self.running.pop(which, None):
+            engine.close()
 
     def visit(self, window: Window) -> Visit:
         """Begin a window."""
@@ -145,8 +153,11 @@ class Visit:
     def run(self, which: Which) -> WindowRun:
         """The clean pass on an engine."""
         if which not in self._runs:
-            engine, window = self.engines.get(which), self.window
-            self._runs[which] = WindowRun(engine, list(window.ids), window.context, window.number)
+            engine, window, references = self.engines.get(which), self.window, self.engines.references
+            known = references.get((which, window)) if references else None
+            self._runs[which] = run = WindowRun(engine, list(window.ids), window.context, window.number, known)
+            if references is not None:
+                references[which, window] = run.reference
         return self._runs[which]
 
 

@@ -49,23 +49,40 @@ class WindowRun:
         Logits of the untouched model.
     clean : dict of str to CleanCapture
         The context's clean K and V by placement, which the snapshot protocol codes.
+
+    Parameters
+    ----------
+    known : torch.Tensor, optional
+        The reference, where an earlier visit to the window has computed it; the clean pass is then made again only for
+        what asks for K and V.
     """
 
     engine: Engine
     ids: list[int]
     context: int
     number: int
-    reference: torch.Tensor = field(init=False)
-    clean: dict[str, CleanCapture] = field(init=False)
+    known: torch.Tensor | None = None
     kept: dict[str, Any] = field(init=False, default_factory=dict)  # what subjects keep while the window lasts
-    _inputs: list[torch.Tensor] | None = field(init=False)  # of each layer, in the clean pass
     _references: list[ReferenceLogits] = field(init=False, default_factory=list)
     _shared: dict[tuple, tuple[torch.Tensor, Tally]] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
+        self.reference = self._clean_pass[0] if self.known is None else self.known
+
+    @cached_property
+    def _clean_pass(self) -> tuple[torch.Tensor, list[torch.Tensor] | None, CleanCapture]:
+        """Logits, what went into each layer, and K and V."""
         first = CleanCapture(self.context)
-        self.reference, self._inputs = self.engine.score_heard(self.ids, self.context, first)
-        self.clean = {"pre_rope": first}
+        return *self.engine.score_heard(self.ids, self.context, first), first
+
+    @cached_property
+    def clean(self) -> dict[str, CleanCapture]:
+        """See the class."""
+        return {"pre_rope": self._clean_pass[2]}
+
+    @cached_property
+    def _inputs(self) -> list[torch.Tensor] | None:
+        return self._clean_pass[1]
 
     @property
     def labels(self) -> torch.Tensor:

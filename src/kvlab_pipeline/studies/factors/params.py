@@ -35,11 +35,16 @@ class GapSection(Section):
     dtype: DType = Field(
         default="bfloat16", description="of the published corners, and of the cells; default: the last of gap.dtypes"
     )
+    windows: int | None = Field(
+        default=None,
+        ge=2,
+        description="the most windows that are scored of the corners in `dtype`; null: all of windows.test",
+    )
     other_windows: int | None = Field(
         default=None,
         ge=2,
         description="the most windows that are scored of the corners in any dtype but `dtype`, and of the engines'"
-        " agreement with a codec; null: all of windows.test",
+        " agreement with a codec; null: as many as in `dtype`",
     )
 
     def fitted(self, params: Params) -> GapSection:
@@ -48,8 +53,8 @@ class GapSection(Section):
 
     def windows_in(self, dtype: DType, params: Params) -> int:
         """Scored windows of what is measured in a dtype."""
-        every = dtype == self.dtype or self.other_windows is None
-        return params.windows.test if every else min(self.other_windows, params.windows.test)
+        most = [params.windows.test, self.windows, None if dtype == self.dtype else self.other_windows]
+        return min(count for count in most if count is not None)
 
     def problems(self, params: Params) -> Iterator[str]:
         """A dtype that is no level, origins that are not captured, and engines that cannot be compared."""

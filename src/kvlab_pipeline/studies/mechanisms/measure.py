@@ -29,6 +29,7 @@ from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import Tally
 from kvlab.measure.engines import Which, device
 from kvlab.measure.latent import CALIBRATING, moments_of
+from kvlab.measure.loop import walk
 from kvlab.measure.mechanism import ReducedCache, SparseReading, numbers_beside, refuse_needless
 from kvlab.measure.store import Found
 from kvlab.measure.variant import CodecVariant, Variant
@@ -225,14 +226,23 @@ class MechanismsPart:
         self.by_eval |= {(planned.label, subject.quality_eval_id): subject for subject in subjects}
 
     def _start(self, planned: PlannedVariant, subjects: list[EvalSubject]) -> None:
-        """Start an engine with a cache of its own now, unless all that it could say is known: it may refuse."""
+        """Start an engine with a cache of its own now, unless all that it could say is known: it may refuse.
+
+        One with coded pages is a process of a gigabyte: it scores all its windows now and ends, so that no two of them
+        run at a time. What it found is in the store then.
+        """
         if planned.cache_dtype:
             refuse_unread(device(), planned.cache_dtype)
         store, engines = self.lab.store, self.lab.engines
         wanted = [(store.key(subject), w) for subject in subjects for w in self.scored[subject.quality_eval_id]]
         if any(store.get(key, window) is None for key, window in wanted):
             engines.get(self.plain)  # first, as most of the memory is its
-            _ = engines.get(subjects[0].which).storage
+            _ = engines.get(which := subjects[0].which).storage
+            if planned.paged:
+                engines.references = {} if engines.references is None else engines.references
+                for _ in walk(self.windows, subjects, self.lab.visit, store, planned.label):
+                    pass
+                engines.end(which)
 
     def finish(self, findings: Findings, probes: Probes) -> None:
         """See `Part.finish`."""
