@@ -19,9 +19,9 @@ from kvlab.advice.verdicts import CLASSES, OPEN
 from kvlab.cache.files.calibration import load_calibration
 from kvlab.cache.files.recipe import read_recipe_file
 from kvlab.cli import main as cli
-from kvlab.cli import recommending
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import resolve_folder
+from kvlab.trials import bench
 
 SMALL = ("--context", 64, "--eval", 32, "--no-witness")
 PLANTED = 1  # the layer whose keys have a channel that no grid bears
@@ -154,9 +154,9 @@ def test_what_is_scored_is_not_calibrated_on(tiny_model, text, run):
     [("one bit", named_recipe("int", 8), "not-active.control"), ("16 bits", named_recipe("int", 2), "fault.floor")],
 )
 def test_no_verdict_without_its_controls(control, instead, code, tiny_model, text, run, monkeypatch, tmp_path):
-    monkeypatch.setitem(recommending.CONTROLS, control, instead)
+    monkeypatch.setitem(bench.CONTROLS, control, instead)
     out, seen = tmp_path / "out.json", []
-    told = recommending.FormatBench.control
+    told = bench.FormatBench.control
 
     def noted(self, protocols):
         try:
@@ -165,7 +165,7 @@ def test_no_verdict_without_its_controls(control, instead, code, tiny_model, tex
             seen.append(error.code)
             raise
 
-    monkeypatch.setattr(recommending.FormatBench, "control", noted)
+    monkeypatch.setattr(bench.FormatBench, "control", noted)
     for words in (("recommend", "--engine", "llama.cpp"), ("check", "--format", "q8_0")):
         verb, *rest = words
         ended = run(verb, tiny_model, "--text", text, *rest, *SMALL, "--windows", 4, "--json", out)
