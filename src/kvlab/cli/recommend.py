@@ -178,8 +178,10 @@ def check_verb(
     said = answer(row.found.kl, loss, found.floor.kl.value)
     if json:
         from kvlab.core.records import write_json
+        from kvlab.gate.catalogue.rows import ROWS
 
-        write_json(json, {"answer": said, "loss": loss, "engine": serving.name} | found.facts | row.data())
+        told = {"answer": said, "loss": loss, "engine": serving.name} | found.facts | row.data()
+        write_json(json, told | {ROWS: list(found.gate_rows)})
     kl = row.found.kl
     limit = bound(loss, found.floor.kl.value)
     interval = f"{100 * kl.confidence:.0f} % {in_digits(kl.low)} to {in_digits(kl.high)}"

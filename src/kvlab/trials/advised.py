@@ -10,6 +10,7 @@ import numpy as np
 from kvlab.advice.choice import Setting
 from kvlab.advice.serving import ServingEngine
 from kvlab.advice.verdicts import Verdict
+from kvlab.gate.catalogue.rows import ROWS
 from kvlab.measure import quick_run
 from kvlab.stats.bootstrap import Estimate
 
@@ -182,6 +183,8 @@ class Advice:
     served : tuple of SettingRow
         Candidates, as their engines read them.
     lines : tuple of EngineLine
+    gate_rows : tuple of dict
+        What was confirmed, or checked, as rows of the gate.
     """
 
     facts: dict
@@ -190,6 +193,7 @@ class Advice:
     finished: tuple[SettingRow, ...]
     served: tuple[SettingRow, ...] = ()
     lines: tuple[EngineLine, ...] = ()
+    gate_rows: tuple[dict, ...] = ()
 
     def data(self) -> dict:
         """For programs."""
@@ -198,4 +202,5 @@ class Advice:
             "finished": [row.data() for row in self.finished],
             "served": [row.data() for row in self.served],
             "lines": [line.data(self.facts) for line in self.lines],
+            ROWS: list(self.gate_rows),
         }

@@ -20,6 +20,7 @@ from kvlab.core.model import resolve_folder
 from kvlab.measure.quick_run import FirstLook, Scored
 from kvlab.trials.advised import Advice
 from kvlab.trials.bench import FormatBench, about, facts_of, setting_of, setting_rows, text_windows, unable
+from kvlab.trials.evidence import gate_rows
 
 PARTS = 3  # of the windows, the first of which is looked at alone
 EARLY, LATE = 0.99, 0.96  # confidence
@@ -57,6 +58,7 @@ def checked(args: SimpleNamespace, engine: ServingEngine, format: CacheFormat, t
             told = f"{early} are looked at first, all only where these leave it open; {cost.windows} were needed"
         facts = facts_of(args, bench) | {"witnessed": bench.testimonies}
         rows = setting_rows(bench, {engine.name: [setting]}, {setting: cost}, floor.kl.value, facts["values"])
-        return Advice(facts, about(args, bench, told), floor, (), rows)
+        judged = gate_rows(bench, facts, [(engine, setting, cost)])
+        return Advice(facts, about(args, bench, told), floor, (), rows, gate_rows=tuple(judged))
     finally:
         bench.engine.close()

@@ -28,6 +28,7 @@ from kvlab.trials.bench import (
     text_windows,
     unable,
 )
+from kvlab.trials.evidence import gate_rows
 
 FEWEST = 4  # windows: two to choose by, two that confirm
 
@@ -85,12 +86,14 @@ def recommended(
         )
         told(advice)
         lines, served = _lines(bench, engines, settings, wish, floor.kl.value, refused)
+        confirmed = [(line.engine, line.setting, line.confirmed) for line in lines if line.setting]
         chosen = {line.engine.name: [*settings[line.engine.name], line.setting] for line in lines}
         return replace(
             advice,
             facts=facts | {"witnessed": bench.testimonies},
             served=setting_rows(bench, chosen, served, floor.kl.value, facts["values"]),
             lines=lines,
+            gate_rows=tuple(gate_rows(bench, facts, confirmed)),
         )
     finally:
         bench.engine.close()
