@@ -21,6 +21,7 @@ from kvlab.cache.files.recipe import read_recipe_file
 from kvlab.cli import main as cli
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import resolve_folder
+from kvlab.measure import quick_run
 from kvlab.trials import bench
 
 SMALL = ("--context", 64, "--eval", 32, "--no-witness")
@@ -382,6 +383,33 @@ def test_a_model_without_a_tokenizer_is_refused(text, run, tmp_path, capsys):
     for words in (("recommend", model, "--text", text), ("check", model, "--format", "q8_0")):
         code, said, err = run(*words, *SMALL)
         assert (code, said) == (2, "") and "tokenizer" in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes"])
+def test_a_quantised_checkpoint_is_refused_by_its_method(method, text, run, tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    capsys.readouterr()  # how the model was written
+    words = ("--text", text, *SMALL)
+    for verb, *rest in (("recommend",), ("check", "--format", "q8_0"), ("measure", "--codec", "int")):
+        code, said, err = run(verb, model, *rest, *words)
+        assert (code, said) == (2, "") and repr(method) in err and len(err.splitlines()) == 1, err
+
+
+def test_a_model_that_hangs_on_no_context_is_refused_before_anything_is_measured(text, run, tmp_path, monkeypatch):
+    """Its attention's output is left out, so no cache can move a prediction."""
+    model = tiny.write_model(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    for name in weights:
+        if name.endswith("o_proj.weight"):
+            weights[name].zero_()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    scored = []
+    monkeypatch.setattr(quick_run.VariantSubject, "score", lambda self, run: scored.append(run.number))
+    for words in (("recommend", "--engine", "llama.cpp"), ("check", "--format", "q8_0")):
+        code, _, err = run(words[0], model, "--text", text, *words[1:], *SMALL, "--windows", 4)
+        assert code == 1 and "one-bit codec" in err and scored == [], err
 
 
 def test_the_chosen_format_is_computed_a_second_time(tiny_model, text, run, tmp_path):

@@ -32,7 +32,7 @@ from kvlab.core.recipe import Recipe
 SLACK = 1.01  # of the bytes that are asked for, as `archive` meets its bits within 1 %
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """Where a chunk stands: the position of its first token in the text, and its token ids."""
 
     first: int
@@ -52,7 +52,7 @@ class ArchiveSerde(Serializer, Deserializer):
     turns : sequence of Turn
         By layer, the rotary embedding of positions 0, 1, ..; see `kvlab.cache.hf.rope.turns_of`.
     located : callable
-        Gives the `Place` of a key.
+        Gives the `ChunkPlace` of a key.
 
     Raises
     ------
@@ -63,7 +63,7 @@ class ArchiveSerde(Serializer, Deserializer):
     archive: Archive
     recipe: Recipe
     turns: Sequence[Turn]
-    located: Callable[[ObjectKey], Place]
+    located: Callable[[ObjectKey], ChunkPlace]
 
     def __post_init__(self):
         if getattr(self.recipe.k, "bits", None) is None:

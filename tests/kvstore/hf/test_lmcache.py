@@ -16,7 +16,7 @@ from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor, serialized_layout_desc
 from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
 
-from kvlab.kvstore.lmcache import ArchiveSerde, Place, register
+from kvlab.kvstore.lmcache import ArchiveSerde, ChunkPlace, register
 
 TOKENS, BITS = 64, 6
 
@@ -41,7 +41,7 @@ def done(ask, task) -> bool:
 def serde(hf_engine, tiny_windows, model):
     archive = archiving.fitted(hf_engine, tiny_windows)
     ids = [7 * n % 311 for n in range(2 * TOKENS)]
-    places = {key(n): Place(n * TOKENS, ids[n * TOKENS : (n + 1) * TOKENS]) for n in range(2)}
+    places = {key(n): ChunkPlace(n * TOKENS, ids[n * TOKENS : (n + 1) * TOKENS]) for n in range(2)}
     return ArchiveSerde(archive, named_recipe("archive", bits=BITS), model.turns(256), places.__getitem__)
 
 
