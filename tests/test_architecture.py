@@ -39,7 +39,8 @@ FLOORS = {
         "measure": 7,
         "gate": 8,
         "evals": 9,
-        "cli": 10,
+        "trials": 10,
+        "cli": 11,
     },
     "kvlab_mechanisms": {
         "attention": 0,

@@ -10,8 +10,8 @@ import pytest
 
 from kvlab.advice.serving import DEVICES, EXACT, OwnFormat
 from kvlab.advice.serving_engines import SERVING
-from kvlab.cli.recommending import bits_of
 from kvlab.core.model import resolve_folder
+from kvlab.trials.bench import bits_of
 
 FORMATS = [(engine, one) for engine in SERVING.values() for one in engine.formats]
 BITS = {  # of heads of 64, as docs/codecs.md says

@@ -24,7 +24,7 @@ from kvlab.codecs.registry import build
 from kvlab.core.errors import CorpusError
 from kvlab.core.model import resolve_folder
 from kvlab.core.recipe import Cell
-from kvlab.measure import quick_run
+from kvlab.measure import places, quick_run
 from kvlab.stats import kl_scale
 from kvlab.stats.bootstrap import Estimate
 from kvlab.text.excerpts import refuse_overlap, windows_of
@@ -279,16 +279,16 @@ def test_a_place_is_one_that_takes_the_codec(hf_engine, codec):
     recipe, info = recipe_of(codec), hf_engine.info
     ids = torch.randint(1, 300, (6, 64), generator=torch.Generator().manual_seed(0)).tolist()
     fitted = calibrate(hf_engine, ids, [recipe], corpus_hash="c") if codec in FITTED else None
-    said = costs.places(recipe, fitted, info)
+    said = places.places(recipe, fitted, info)
     model = AutoModelForCausalLM.from_pretrained(info.path)
     ids = torch.arange(1, 41)[None]
     try:
         with torch.inference_mode():
             model(ids, past_key_values=Cache(model, recipe, fitted))
     except UserError:
-        assert costs.CACHE not in said
+        assert places.CACHE not in said
     else:
-        assert costs.CACHE in said
+        assert places.CACHE in said
     taken = []
     for stream in ("k", "v"):
         own = getattr(recipe, stream)
@@ -299,23 +299,23 @@ def test_a_place_is_one_that_takes_the_codec(hf_engine, codec):
             taken.append(torch.equal(rows.decode(rows.encode(x))[:, 2:], rows.decode(rows.encode(x[:, 2:]))))
         except UserError:
             taken.append(False)
-    assert all(taken) == (costs.PAGES in said)
+    assert all(taken) == (places.PAGES in said)
 
 
 def test_a_model_that_vllm_cannot_run_is_served_by_no_pages(hf_engine):
     from kvlab.cli.checked import recipe_of
 
     recipe = recipe_of("hadamard")
-    assert costs.PAGES in costs.places(recipe, None, hf_engine.info)
+    assert places.PAGES in places.places(recipe, None, hf_engine.info)
     odd = replace(hf_engine.info, head_dim=48)
-    assert costs.PAGES not in costs.places(recipe_of("int"), None, odd)
+    assert places.PAGES not in places.places(recipe_of("int"), None, odd)
 
 
 def test_ends_that_are_kept_exactly_run_where_a_token_has_a_place(hf_engine):
     """In pages at most so many."""
     of = {recent: kvlab.recipe("int", bits=4, sink=4, recent=recent) for recent in (0, 1024)}
-    assert costs.places(of[0], None, hf_engine.info) == (costs.CACHE, costs.PAGES, costs.STORE)
-    assert costs.places(of[1024], None, hf_engine.info) == (costs.CACHE, costs.STORE)
+    assert places.places(of[0], None, hf_engine.info) == (places.CACHE, places.PAGES, places.STORE)
+    assert places.places(of[1024], None, hf_engine.info) == (places.CACHE, places.STORE)
 
 
 def row(codec: str, bits: float, high: float, places: tuple | None) -> measuring.CostRow:

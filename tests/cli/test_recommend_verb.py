@@ -19,9 +19,10 @@ from kvlab.advice.verdicts import CLASSES, OPEN
 from kvlab.cache.files.calibration import load_calibration
 from kvlab.cache.files.recipe import read_recipe_file
 from kvlab.cli import main as cli
-from kvlab.cli import recommending
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import resolve_folder
+from kvlab.measure import quick_run
+from kvlab.trials import bench
 
 pytestmark = pytest.mark.full  # code that the chain does not run
 
@@ -156,9 +157,9 @@ def test_what_is_scored_is_not_calibrated_on(tiny_model, text, run):
     [("one bit", named_recipe("int", 8), "not-active.control"), ("16 bits", named_recipe("int", 2), "fault.floor")],
 )
 def test_no_verdict_without_its_controls(control, instead, code, tiny_model, text, run, monkeypatch, tmp_path):
-    monkeypatch.setitem(recommending.CONTROLS, control, instead)
+    monkeypatch.setitem(bench.CONTROLS, control, instead)
     out, seen = tmp_path / "out.json", []
-    told = recommending.FormatBench.control
+    told = bench.FormatBench.control
 
     def noted(self, protocols):
         try:
@@ -167,7 +168,7 @@ def test_no_verdict_without_its_controls(control, instead, code, tiny_model, tex
             seen.append(error.code)
             raise
 
-    monkeypatch.setattr(recommending.FormatBench, "control", noted)
+    monkeypatch.setattr(bench.FormatBench, "control", noted)
     for words in (("recommend", "--engine", "llama.cpp"), ("check", "--format", "q8_0")):
         verb, *rest = words
         ended = run(verb, tiny_model, "--text", text, *rest, *SMALL, "--windows", 4, "--json", out)
@@ -183,6 +184,73 @@ def test_the_controls_are_told(found):
     for line in data["lines"]:
         if line["chosen"]:
             assert sum(line["confirmed"]["by_confidence"].values()) > 0 and "99.9 % of tokens below" in said
+
+
+def _other_metric(row):
+    row["evidence"][0]["metrics"]["kl"]["value"] *= 0.9
+
+
+def _typed_metric(row):
+    row["kl"] /= 2
+
+
+def _unmeasured(row):
+    row["evidence"] = []
+
+
+FALSE = {
+    "evidence_tampered": _other_metric,
+    "evidence_contradicts_row": _typed_metric,
+    "evidence_other_model": lambda row: row.update(model="other"),
+    "evidence_other_recipe": lambda row: row.update(recipe_id="0" * 12),
+    "evidence_stale_model": lambda row: row.update(model_hash="0" * 12),
+    "evidence_missing": _unmeasured,
+}
+
+
+def judged(run, rows, folder, *words):
+    """The exit code of `kvlab gate check`, and by row the tier that it earns and codes of what is wrong with it."""
+    (folder / "rows.json").write_text(json.dumps(rows))
+    code, said, err = run("gate", "check", folder / "rows.json", "--format", "json", *words)
+    assert code in (0, 1), err
+    return code, [
+        (claim["earned"], {reason["code"] for finding in claim["findings"] for reason in finding["reasons"]})
+        for claim in json.loads(said)["claims"]
+    ]
+
+
+def test_the_gate_takes_what_was_confirmed(found, run, tmp_path):
+    rows = found[0]["gate_rows"]
+    told = {(row["row_id"].split("/", 2)[1], row["kl"], row["evidence"][0]["metrics"]["kl"]["n"]) for row in rows}
+    lines = [line for line in found[0]["lines"] if line["chosen"]]
+    assert len(rows) == len(lines)
+    for line, row in zip(lines, rows, strict=True):
+        assert row["kl"] == pytest.approx(line["confirmed"]["kl"]["value"]) and (line["engine"], row["kl"], 6) in told
+        whole = row["recipe_id"] == line["chosen"]["recipe_id"]
+        assert whole == (not line["chosen"]["exact_layers"] and "turboquant" not in line["chosen"]["format"])
+        assert row["evidence"][0]["family"]["tested"] >= len(found[0]["finished"])
+    code, claims = judged(run, found[0], tmp_path)
+    assert code == 0 and all(earned == "gated" and "evidence_incomplete" in codes for earned, codes in claims)
+
+
+@pytest.mark.parametrize("fault", FALSE)
+def test_the_gate_refuses_what_was_not_measured_so(fault, found, run, tmp_path):
+    row = json.loads(json.dumps(found[0]["gate_rows"][0]))
+    FALSE[fault](row)
+    code, [(earned, codes)] = judged(run, [row | {"support_status": "reviewed_preview"}], tmp_path)
+    assert code == 1 and earned not in ("supported", "reviewed_preview") and fault in codes
+
+
+def test_the_gate_refuses_what_is_of_older_code(found, run, tmp_path):
+    row, now = found[0]["gate_rows"][0], tmp_path / "now.json"
+    same = {name: row[name] for name in ("model_hash", "corpus_hash", "code")}
+    for name in same:
+        now.write_text(json.dumps({row["model"]: same | {name: "0" * 12}}))
+        _, [(_, codes)] = judged(run, [row], tmp_path, "--current", now)
+        assert f"evidence_stale_{name.removesuffix('_hash')}" in codes
+    now.write_text(json.dumps({row["model"]: same}))
+    _, [(_, codes)] = judged(run, [row], tmp_path, "--current", now)
+    assert not any("stale" in code for code in codes)
 
 
 class Elements(HTMLParser):
@@ -248,6 +316,22 @@ def test_check_says_no_with_another_exit_code_and_cannot_tell_with_a_third(plant
     assert (code, said) == (2, "") and "q8_0" in err and len(err.splitlines()) == 1 and not out.exists()
 
 
+def test_check_looks_at_all_windows_only_where_the_first_leave_it_open(planted, run, tmp_path):
+    out, text = tmp_path / "answer.json", tiny.write_text(tmp_path / "long.txt", 400)
+    words = ("--text", text, *SMALL, "--json", out)
+    windows = {}
+    for format, loss in (("quanto-int2", "small"), ("q8_0", "noticeable"), ("int4_per_token_head", "noticeable")):
+        code, said, err = run("check", planted, "--format", format, "--loss", loss, *words)
+        kl = json.loads(out.read_text())["kl"]
+        windows[format] = kl["n_windows"]
+        assert kl["confidence"] == {4: 0.99, 12: 0.96}[kl["n_windows"]] and f"{100 * kl['confidence']:.0f} %" in said
+        answered = json.loads(out.read_text())["answer"]
+        assert code == {"yes": 0, "no": 1, OPEN: 2}[answered] and (answered != OPEN or kl["n_windows"] == 12), err
+    assert windows["q8_0"] == 4 and windows["int4_per_token_head"] == 12
+    run("check", planted, "--format", "q8_0", *words, "--windows", 12)
+    assert json.loads(out.read_text())["kl"]["confidence"] == 0.95  # who names a number has all of them measured
+
+
 def test_check_needs_no_text(tiny_model, run):
     code, said, err = run("check", tiny_model, "--format", "q8_0", *SMALL, "--windows", 2)
     assert code == 0 and "docstrings" in said, err
@@ -301,6 +385,33 @@ def test_a_model_without_a_tokenizer_is_refused(text, run, tmp_path, capsys):
     for words in (("recommend", model, "--text", text), ("check", model, "--format", "q8_0")):
         code, said, err = run(*words, *SMALL)
         assert (code, said) == (2, "") and "tokenizer" in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes"])
+def test_a_quantised_checkpoint_is_refused_by_its_method(method, text, run, tmp_path, capsys):
+    model = tiny.write_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    capsys.readouterr()  # how the model was written
+    words = ("--text", text, *SMALL)
+    for verb, *rest in (("recommend",), ("check", "--format", "q8_0"), ("measure", "--codec", "int")):
+        code, said, err = run(verb, model, *rest, *words)
+        assert (code, said) == (2, "") and repr(method) in err and len(err.splitlines()) == 1, err
+
+
+def test_a_model_that_hangs_on_no_context_is_refused_before_anything_is_measured(text, run, tmp_path, monkeypatch):
+    """Its attention's output is left out, so no cache can move a prediction."""
+    model = tiny.write_model(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    for name in weights:
+        if name.endswith("o_proj.weight"):
+            weights[name].zero_()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    scored = []
+    monkeypatch.setattr(quick_run.VariantSubject, "score", lambda self, run: scored.append(run.number))
+    for words in (("recommend", "--engine", "llama.cpp"), ("check", "--format", "q8_0")):
+        code, _, err = run(words[0], model, "--text", text, *words[1:], *SMALL, "--windows", 4)
+        assert code == 1 and "one-bit codec" in err and scored == [], err
 
 
 def test_the_chosen_format_is_computed_a_second_time(tiny_model, text, run, tmp_path):

@@ -8,6 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlab.advice.serving_engines import SERVING
 from kvlab.codecs.catalogue import KEPT_WHOLE, LADDERED, UNSTORED
 from kvlab.core.recipe import CODECS
 from kvlab.gate.catalogue.columns import MECHANISMS
@@ -82,7 +83,8 @@ def test_longbench_v2_is_accuracy_and_scored_without_decoding():
 
 def test_every_codec_of_the_ladder_is_registered_once_under_its_own_name():
     own = [entry for entry in load().mechanisms.values() if entry.variant in CODECS]
-    assert sorted(entry.variant for entry in own) == sorted((*LADDERED, *KEPT_WHOLE))
+    of_engines = {one.recipe.v.codec for engine in SERVING.values() for one in engine.formats}
+    assert sorted(entry.variant for entry in own) == sorted({*LADDERED, *KEPT_WHOLE, *of_engines})
     assert all(entry.codecs == (entry.variant,) and not entry.lossless and not entry.umbrella for entry in own)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvlab.calibration.archive import Archive
+from kvlab.calibration.fitting import CalibrationText
 from kvlab.calibration.load import Calibrated
 from kvlab.cli.checked import Named, config_of, info_of, readable_text
-from kvlab.cli.fitting import CalibrationText
 from kvlab.codecs.archive import ArchiveStream
 from kvlab.codecs.archive.file import ArchiveHeader, load
 from kvlab.codecs.archive.model import STREAMS

@@ -77,7 +77,7 @@ class OwnFormat(CacheFormat):
     bits : int
         Per value of K and of V.
     place : str
-        Where the engine holds it, as `kvlab.cli.costs.ABLE` names it.
+        Where the engine holds it, as `kvlab.measure.places.ABLE` names it.
     """
 
     codec: str = ""

@@ -87,8 +87,8 @@ def calibrate_verb(
 
 def _fitted(args: SimpleNamespace, recipe, text: str | None) -> str:
     """Write the file of a codec that is calibrated; what it was fitted to, in a line."""
+    from kvlab.calibration.fitting import CalibrationText
     from kvlab.cli.checked import info_of
-    from kvlab.cli.fitting import CalibrationText
     from kvlab.engines.registry import start
 
     info = info_of(args.model)

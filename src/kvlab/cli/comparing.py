@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from kvlab.cli.checked import info_of
-from kvlab.cli.measuring import BOOTSTRAP
 from kvlab.core.errors import CorpusError
 from kvlab.core.model import load_tokenizer
 from kvlab.core.origin import told_of
 from kvlab.engines.registry import start
 from kvlab.measure.base_logits import BaseLogits, divergence
+from kvlab.measure.quick_run import BOOTSTRAP
 from kvlab.stats.bootstrap import Column, Estimate
 from kvlab.text.corpus import bos
 from kvlab.text.excerpts import FEWEST

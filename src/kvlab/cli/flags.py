@@ -215,11 +215,6 @@ def most_windows(given: int, flag: str) -> tuple[int, str | None]:
     return given, None if isinstance(given, Most) else flag
 
 
-def all_there_are(count: int, most: int) -> str:
-    """Said of windows where a text has fewer than are taken otherwise."""
-    return f", all that it has (of a longer text: {most})" if count < most else ""
-
-
 def _model_folder(given: str) -> Path:
     """A folder that there is."""
     if not Path(given).is_dir():

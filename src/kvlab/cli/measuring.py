@@ -15,13 +15,13 @@ from kvlab.attention.named import Latent, Mechanism
 from kvlab.cache.files.calibration import load_calibration
 from kvlab.cache.hf.codec_tables import resident_bytes
 from kvlab.calibration.biases import of_biases
+from kvlab.calibration.fitting import CalibrationText
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration, reads, reads_weights_alone
 from kvlab.cli import costs
 from kvlab.cli.checked import Named, info_of
 from kvlab.cli.costs import CostRow
-from kvlab.cli.fitting import CalibrationText
-from kvlab.cli.flags import all_there_are, most_windows
+from kvlab.cli.flags import most_windows
 from kvlab.core.model import ModelInfo, load_tokenizer
 from kvlab.core.origin import told_of
 from kvlab.core.records import sha256, versions
@@ -30,13 +30,13 @@ from kvlab.engines.registry import start
 from kvlab.measure import quick_run
 from kvlab.measure.latent import moments_of
 from kvlab.measure.mechanism import mechanism_variant, not_run
+from kvlab.measure.places import places
 from kvlab.measure.variant import Variant, read_of
-from kvlab.stats.bootstrap import Bootstrap, Estimate
+from kvlab.output.terminal import all_there_are
+from kvlab.stats.bootstrap import Estimate
 from kvlab.stats.kl_scale import span_in_words
 from kvlab.text.excerpts import refuse_overlap, windows_of
 from kvlab.witness.plain import PlainModel
-
-BOOTSTRAP = Bootstrap(resamples=2000, confidence=0.95, seed=0)  # as params.yaml, with a fifth of the resamples
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _rows(
     """Of codecs; `lengths` are tokens of a context and of a window."""
     floor, *others = scored
     values = info.values_per_token
-    rounding = estimates(floor)
+    rounding = floor.estimates()
     words = "what storing K and V in 16 bits costs"
     first = 2.0 * values
     rows = [CostRow(quick_run.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, info))]
@@ -258,7 +258,7 @@ def _rows(
             _row((one.codec, one.bits, one.recipe.recipe_id), found, rounding[0].value),
             table_bytes=resident_bytes(one.recipe, fitted, info) if fitted else 0,
             tokens_per_second=costs.tokens_per_second(lengths[found.variant.cell.span == "window"], found.seconds),
-            places=costs.places(one.recipe, fitted, info),
+            places=places(one.recipe, fitted, info),
         )
         rows.append(replace(row, pays_from=costs.pays_from(row, values)))
     return tuple(rows)
@@ -266,7 +266,7 @@ def _rows(
 
 def _row(names: tuple, found: quick_run.Scored, floor: float) -> CostRow:
     """A row with its first three columns given; `floor` is the KL of rounding, by which it is put into words."""
-    kl, top1 = estimates(found)
+    kl, top1 = found.estimates()
     cost, words = found.cost, span_in_words(kl.low, kl.high, floor)
     return CostRow(*names, cost.bits_per_value, kl, top1, words, cost.stored, cost.read)
 
@@ -299,13 +299,7 @@ def _differences(
     pairs = []
     for (one, ours), (other, theirs) in product([pair for pair in found if pair[0].codec != against], others):
         if one.bits == other.bits or None in (one.bits, other.bits):
-            kl, top1 = (BOOTSTRAP.difference(a, b) for a, b in zip(ours.columns, theirs.columns, strict=True))
+            kl, top1 = (quick_run.BOOTSTRAP.difference(a, b) for a, b in zip(ours.columns, theirs.columns, strict=True))
             bits = one.bits if other.bits is None else other.bits
             pairs.append(CodecDifference(one.codec, other.codec, bits, kl, top1))
     return tuple(pairs)
-
-
-def estimates(found: quick_run.Scored) -> tuple[Estimate, Estimate]:
-    """Of the KL divergence and of the top-1 agreement."""
-    kl, top1 = found.columns
-    return BOOTSTRAP.divergence(kl), BOOTSTRAP.rate(top1)

@@ -12,12 +12,14 @@ from typing import Annotated
 from kvlab.advice.serving import DEVICES, CacheFormat, OwnFormat, ServingEngine
 from kvlab.advice.serving_engines import SERVING
 from kvlab.advice.verdicts import LOSSES, OPEN, answer, bound, verdict
+from kvlab.cli.calibrate import MOST as MOST_CALIB
 from kvlab.cli.flags import (
     EVERYTHING,
     Dtype,
     Most,
     choice,
     model_folder,
+    most_windows,
     number,
     path,
     result,
@@ -78,7 +80,8 @@ def recommend_verb(
 
       kvlab recommend models/reference --text notes.txt --engine vllm
     """
-    args = SimpleNamespace(**locals())  # what was asked for, for what measures it
+    args = SimpleNamespace(**locals(), calib_windows=MOST_CALIB)  # what was asked for, for what measures it
+    args.windows, args.exactly = most_windows(windows, "--windows")
 
     from kvlab.advice.choice import LossWish
     from kvlab.cli import checked
@@ -94,7 +97,7 @@ def recommend_verb(
     asked = [SERVING[name] for name in dict.fromkeys(engine or SERVING)]
     wish = LossWish(loss or "small", bits)
 
-    from kvlab.cli.recommending import recommended
+    from kvlab.trials.recommending import recommended
 
     def early(advice) -> None:
         """The table, minutes before lines are confirmed."""
@@ -144,7 +147,9 @@ def check_verb(
 
       kvlab check models/reference --format fp8_e4m3 && vllm serve models/reference --kv-cache-dtype fp8_e4m3
     """
-    args = SimpleNamespace(**locals(), tokens=None, exact=sorted(set(skip_layers)))
+    exact = sorted(set(skip_layers))
+    args = SimpleNamespace(**locals(), tokens=None, calib_windows=MOST_CALIB)
+    args.windows, args.exactly = most_windows(windows, "--windows")
 
     from kvlab.cli import checked as inputs
 
@@ -163,9 +168,9 @@ def check_verb(
     texts = [inputs.readable_text(text, context + eval, config)] if text else None
     inputs.writable(json)
 
-    from kvlab.cli.fitting import DOCSTRINGS
-    from kvlab.cli.recommending import checked
+    from kvlab.calibration.fitting import DOCSTRINGS
     from kvlab.text.excerpts import docstrings
+    from kvlab.trials.checking import checked
 
     args.text = text or DOCSTRINGS
     found = checked(args, serving, asked, texts or docstrings())
@@ -173,14 +178,17 @@ def check_verb(
     said = answer(row.found.kl, loss, found.floor.kl.value)
     if json:
         from kvlab.core.records import write_json
+        from kvlab.gate.catalogue.rows import ROWS
 
-        write_json(json, {"answer": said, "loss": loss, "engine": serving.name} | found.facts | row.data())
+        told = {"answer": said, "loss": loss, "engine": serving.name} | found.facts | row.data()
+        write_json(json, told | {ROWS: list(found.gate_rows)})
     kl = row.found.kl
     limit = bound(loss, found.floor.kl.value)
+    interval = f"{100 * kl.confidence:.0f} % {in_digits(kl.low)} to {in_digits(kl.high)}"
     print(
-        f"{said}: {row.setting.name} in {serving.name} costs KL {in_digits(kl.value)} nats per token, 95 %"
-        f" {in_digits(kl.low)} to {in_digits(kl.high)}, which is {_ends(row.verdict.possible)}; {loss} ends at"
-        f" {limit:.2g}. Same top token {100 * row.found.top1.value:.1f} %, {row.setting.bits:.2f} bits per value"
+        f"{said}: {row.setting.name} in {serving.name} costs KL {in_digits(kl.value)} nats per token, {interval}, which"
+        f" is {_ends(row.verdict.possible)}; {loss} ends at {limit:.2g}. Same top token"
+        f" {100 * row.found.top1.value:.1f} %, {row.setting.bits:.2f} bits per value"
     )
     print(_spread(row.found))
     print("\n".join(map(printable, found.about)))
@@ -204,7 +212,7 @@ def format_named(name: str, engine: str | None) -> tuple[ServingEngine, CacheFor
 
 
 def _opening(advice) -> Iterator[str]:
-    """Every format over a finished cache (`recommending.Advice`), for people."""
+    """Every format over a finished cache (`advised.Advice`), for people."""
     facts = advice.facts
     memory = f"MiB of {facts['tokens']} tokens"
     yield from map(printable, advice.about)

@@ -7,8 +7,7 @@ Windows, variants, coders, scores and the loop are those of the studies (`loop.w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import polars as pl
@@ -29,10 +28,11 @@ from kvlab.measure.loop import walk
 from kvlab.measure.scoring import WindowRun, cell_of_all_layers, heard_kl
 from kvlab.measure.variant import CacheCost, CodecVariant, Variant
 from kvlab.measure.witnessing import chosen
-from kvlab.stats.bootstrap import Column
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.witness.plain import PlainModel
 
 ROUNDING = "rounding to bfloat16"
+BOOTSTRAP = Bootstrap(resamples=2000, confidence=0.95, seed=0)  # as params.yaml, with a fifth of the resamples
 BFLOAT16_STEP = 2.0**-7  # distance of neighbouring bfloat16 numbers, in units of their power of two
 
 
@@ -90,10 +90,32 @@ class Scored:
         same = (self.tokens["top1_ref"] == self.tokens["top1_alt"]).to_numpy()
         return Column.of(*where, self.tokens["kl"].to_numpy()), Column.of(*where, same)
 
+    def estimates(self, confidence: float = BOOTSTRAP.confidence) -> tuple[Estimate, Estimate]:
+        """Of the KL divergence and of the top-1 agreement."""
+        kl, top1 = self.columns
+        bootstrap = replace(BOOTSTRAP, confidence=confidence)
+        return bootstrap.divergence(kl), bootstrap.rate(top1)
+
     @property
     def witnessed_kl(self) -> float | None:
         """KL from the witness's logits to those of the last window, nats per token."""
         return self.witnessed.alternative_kl if isinstance(self.witnessed, Testimony) else self.witnessed
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """A look at the first windows of a plan, which may make the others needless.
+
+    Parameters
+    ----------
+    windows : int
+        How many; rounding is measured on these alone.
+    enough : callable
+        Whether what was found on them, in the order of the codecs and mechanisms, settles it.
+    """
+
+    windows: int
+    enough: Callable[[list[Scored]], bool]
 
 
 class RoundingCoder(Coder):
@@ -125,7 +147,8 @@ def score(
     plain: Callable[[], PlainModel] | None = None,
     mechanisms: Sequence[Variant] = (),
     title: str = "measure",
-    heard: set[tuple[str, str]] | None = None,
+    heard: dict[tuple[str, str], float] | None = None,
+    look: FirstLook | None = None,
 ) -> list[Scored]:
     """Measure codecs, then mechanisms, on windows; each window's clean pass is made once for all of them.
 
@@ -144,8 +167,11 @@ def score(
         See `mechanism.mechanism_variant`.
     title : str
         Of the progress bar.
-    heard : set of (protocol, placement), optional
-        Ways on which one bit moved this engine's logits in earlier calls; those of this call are added.
+    heard : dict of (protocol, placement) to float, optional
+        Ways on which one bit moved this engine's logits in earlier calls, with its KL, of K or of V, whichever is less,
+        in nats per token; those of this call are added.
+    look : FirstLook, optional
+        After which the other windows may be left out. The witness's window is then the last of that look.
 
     Raises
     ------
@@ -158,26 +184,39 @@ def score(
         The witness comes to something else.
     """
     coded = [codec_variant(one, engine, len(windows)) for one in codecs]
-    heard = set() if heard is None else heard
-    ways = {(one.cell.protocol, one.cell.placement) for one in coded} - heard
+    heard = {} if heard is None else heard
+    ways = sorted({(one.cell.protocol, one.cell.placement) for one in coded} - heard.keys())
     again = [*chosen(one for one in coded if one.name != ROUNDING), *mechanisms]  # rounding is the engine's own
-    last = len(windows) - 1
-    subjects = [VariantSubject(one, last, plain if one in again else None) for one in (*coded, *mechanisms)]
+    first = look.windows if look else len(windows)
+    subjects = [
+        VariantSubject(one, first - 1, plain if one in again else None, first if one.name == ROUNDING else len(windows))
+        for one in (*coded, *mechanisms)
+    ]
 
-    # K and V of blank lines are all alike: whether a codec is heard is asked where the tokens differ most
-    varied = int(np.argmax([np.unique(row[:context]).size for row in windows]))
+    def begun(number: int) -> WindowRun:
+        return WindowRun(engine, windows[number].tolist(), context, number)
+
+    # before anything is measured, in the window whose tokens differ most: K and V of blank lines are all alike
+    varied = most_varied(windows[:first], context)
+    probed = {varied: begun(varied)} if ways else {}
+    for way in ways:
+        heard[way] = min(heard_kl(probed[varied], *way, stream) for stream in STREAMS)
+
+    def found() -> list[Scored]:
+        return [one.scored(engine.info, context, windows.shape[1]) for one in subjects]
 
     def visit(number: int) -> WindowRun:
-        run = WindowRun(engine, windows[number].tolist(), context, number)
-        if number == varied:
-            for way, stream in product(sorted(ways), STREAMS):
-                heard_kl(run, *way, stream)
-            heard.update(ways)
-        return run
+        return probed.pop(number, None) or begun(number)
 
-    for _ in walk(range(len(windows)), subjects, visit, title=title):
-        pass
-    return [one.scored(engine.info, context, windows.shape[1]) for one in subjects]
+    for number, _ in walk(range(len(windows)), subjects, visit, title=title):
+        if look and number + 1 == first and look.enough(found()):
+            break
+    return found()
+
+
+def most_varied(windows: np.ndarray, context: int) -> int:
+    """The window whose coded tokens are of most kinds, int [windows, tokens]."""
+    return int(np.argmax([np.unique(row[:context]).size for row in windows]))
 
 
 @dataclass(eq=False)
@@ -190,18 +229,21 @@ class VariantSubject:
         The window that a witness computes again.
     plain : callable or None
         Gives the witness's model; None where nothing is computed again.
+    most : int
+        Of the windows, the first so many are measured.
     """
 
     variant: Variant
     last: int
     plain: Callable[[], PlainModel] | None
+    most: int
     _tables: list[pl.DataFrame] = field(default_factory=list)
     _notes: list[dict] = field(default_factory=list)
     _witnessed: Testimony | float | None = None
 
-    def due(self, _window: int) -> bool:
-        """On every window."""
-        return True
+    def due(self, window: int) -> bool:
+        """On the first `most` windows."""
+        return window < self.most
 
     def score(self, run: WindowRun) -> None:
         """See `loop.Subject`; what is found is kept here."""

@@ -211,6 +211,7 @@ class CodecVariant(Variant):
     def cost(self, notes: Sequence[dict], info: ModelInfo, context: int, tokens: int) -> CacheCost:
         """See `Variant`."""
         self.coder.tally = Tally.total(one["tally"] for one in notes)
+        self.coder.cell = self.cell.model_copy(update={"windows": len(notes)})
         coded = context if self.cell.span == "context" else tokens
         coding = self.coder.coding(info, coded, self.cell.dtype)
         stored = coding.bits_per_value * info.values_per_token / 8

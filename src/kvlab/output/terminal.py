@@ -33,6 +33,11 @@ def as_text(rows: Sequence[Mapping], columns: Sequence[str], form: str) -> str:
     return {"table": _table, "json": _json, "csv": _csv}[form](rows, columns)
 
 
+def all_there_are(count: int, most: int) -> str:
+    """Said of windows where a text has fewer than are taken otherwise."""
+    return f", all that it has (of a longer text: {most})" if count < most else ""
+
+
 def as_json(value: object) -> str:
     """Indented JSON; NaN and infinity are refused."""
     try:

@@ -12,7 +12,6 @@ from kvlab.cli.flags import (
     EVERYTHING,
     Dtype,
     Most,
-    all_there_are,
     model_folder,
     most_windows,
     number,
@@ -22,7 +21,7 @@ from kvlab.cli.flags import (
     word,
 )
 from kvlab.core.errors import UserError
-from kvlab.output.terminal import as_text
+from kvlab.output.terminal import all_there_are, as_text
 
 COLUMNS = ("codec", "bits/value", "accepted, expected", "by position", "tokens per call", "seconds")
 MOST = Most(4)

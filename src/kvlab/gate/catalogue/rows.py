@@ -35,6 +35,8 @@ PUBLISHED_UNREAD = (
 
 EMBEDDED = "mechanism_eval_validation"
 EVIDENCE = "evidence"
+ROWS = "gate_rows"
+"""Under which a verb that writes other things too (`kvlab recommend --json`) has the rows of its file."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def unknown(name: object, allowed: Iterable[str]) -> Reason:
 
 
 def read_rows(path: Path | str) -> list[Row]:
-    """The rows of a JSON file: a list of objects, or one object.
+    """The rows of a JSON file: a list of objects, one object, or what an object holds under `ROWS`.
 
     Raises
     ------
@@ -117,6 +119,7 @@ def read_rows(path: Path | str) -> list[Row]:
         number of the row, from 1, and the field.
     """
     content = read_json(path)
+    content = content.get(ROWS, content) if isinstance(content, dict) else content
     entries = content if isinstance(content, list) else [content]
     rows, reasons = [], []
     for number, entry in enumerate(entries, 1):

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvlab.calibration.calibrate import calibrate
 from kvlab.calibration.load import Calibrated
-from kvlab.cli.flags import all_there_are
 from kvlab.core.model import ModelInfo, load_tokenizer
 from kvlab.core.recipe import Recipe
 from kvlab.engines.base import Engine
+from kvlab.output.terminal import all_there_are
 from kvlab.text.corpus import windows_hash
 from kvlab.text.excerpts import docstrings, windows_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from kvlab.advice.choice import Setting
 from kvlab.advice.serving import ServingEngine
 from kvlab.advice.verdicts import Verdict
-from kvlab.cli.measuring import estimates
+from kvlab.gate.catalogue.rows import ROWS
 from kvlab.measure import quick_run
 from kvlab.stats.bootstrap import Estimate
 
@@ -32,6 +32,8 @@ class SettingCost:
     by_confidence : dict of str to float
         Mean KL of tokens by the highest probability that the model gives without a format.
     windows : int
+    scored : Scored
+        What all of this is of.
     """
 
     kl: Estimate
@@ -39,6 +41,7 @@ class SettingCost:
     quantiles: dict[str, float]
     by_confidence: dict[str, float]
     windows: int
+    scored: quick_run.Scored
 
     @classmethod
     def of(cls, scored: quick_run.Scored) -> SettingCost:
@@ -46,15 +49,22 @@ class SettingCost:
         kl, sure = (scored.tokens[name].to_numpy() for name in ("kl", "p_ref_max"))
         split = {f"{low:g} to {high:g}": kl[(low <= sure) & (sure <= high)] for low, high in pairwise(CONFIDENCE)}
         return cls(
-            *estimates(scored),
+            *scored.estimates(),
             {name: float(np.quantile(kl, share)) for name, share in QUANTILES.items()},
             {name: float(part.mean()) for name, part in split.items() if part.size},
             scored.tokens["window"].n_unique(),
+            scored,
         )
+
+    def at(self, confidence: float) -> SettingCost:
+        """The same with intervals of another confidence."""
+        kl, top1 = self.scored.estimates(confidence)
+        return replace(self, kl=kl, top1=top1)
 
     def data(self) -> dict:
         """For programs."""
-        return vars(self) | {"kl": self.kl.to_json(), "top1": self.top1.to_json()}
+        told = {name: value for name, value in vars(self).items() if name != "scored"}
+        return told | {"kl": self.kl.to_json(), "top1": self.top1.to_json()}
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,8 @@ class Advice:
     served : tuple of SettingRow
         Candidates, as their engines read them.
     lines : tuple of EngineLine
+    gate_rows : tuple of dict
+        What was confirmed, or checked, as rows of the gate.
     """
 
     facts: dict
@@ -181,6 +193,7 @@ class Advice:
     finished: tuple[SettingRow, ...]
     served: tuple[SettingRow, ...] = ()
     lines: tuple[EngineLine, ...] = ()
+    gate_rows: tuple[dict, ...] = ()
 
     def data(self) -> dict:
         """For programs."""
@@ -189,4 +202,5 @@ class Advice:
             "finished": [row.data() for row in self.finished],
             "served": [row.data() for row in self.served],
             "lines": [line.data(self.facts) for line in self.lines],
+            ROWS: list(self.gate_rows),
         }

@@ -1,10 +1,10 @@
-"""What `kvlab recommend` and `kvlab check` run once their inputs are checked. Imports torch."""
+"""Formats of engines and kvlab's own codecs on a running model, measured on windows of one's text. Imports torch."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
 from types import SimpleNamespace
@@ -13,24 +13,18 @@ import numpy as np
 import torch
 
 from kvlab.advice import choice
-from kvlab.advice.choice import LossWish, Setting
-from kvlab.advice.serving import CacheFormat, OwnFormat, ServingEngine
-from kvlab.advice.verdicts import answer, bound, verdict
-from kvlab.cache.hf.codec_tables import resident_bytes
+from kvlab.advice.choice import Setting
+from kvlab.advice.serving import CacheFormat, OwnFormat
+from kvlab.advice.verdicts import bound, verdict
 from kvlab.cache.pages.token_bytes import rows_of
+from kvlab.calibration.fitting import CalibrationText
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration
-from kvlab.cli.advised import Advice, EngineLine, SettingCost, SettingRow
-from kvlab.cli.calibrate import MOST as MOST_CALIB
-from kvlab.cli.checked import info_of
-from kvlab.cli.costs import ABLE, codec_of
-from kvlab.cli.fitting import CalibrationText
-from kvlab.cli.flags import most_windows
 from kvlab.codecs.base import Site
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.registry import build
 from kvlab.core.codec_settings import IdentityStream
-from kvlab.core.errors import CapabilityError, CodecNotActive, CorpusError, Fault, UserError
+from kvlab.core.errors import CodecNotActive, Fault, UserError
 from kvlab.core.model import ModelInfo, load_tokenizer
 from kvlab.core.origin import told_of
 from kvlab.core.recipe import Recipe
@@ -39,13 +33,13 @@ from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.measure import quick_run
 from kvlab.measure.coding import STREAMS
-from kvlab.stats.bootstrap import Estimate
+from kvlab.measure.places import ABLE, codec_of
 from kvlab.text.excerpts import read_text, refuse_overlap, windows_of
+from kvlab.trials.advised import SettingCost, SettingRow
 from kvlab.witness.plain import PlainModel
 
 SAMPLE = 512  # tokens by which a format's bytes are counted
 SOUNDING = 2  # windows on which layers are coded alone
-FEWEST = 4  # windows: two to choose by, two that confirm
 FINISHED = "snapshot"
 CONTROLS = {
     "one bit": Recipe(k=IntStream(bits=1), v=IntStream(bits=1), rotary="after"),
@@ -70,6 +64,10 @@ class FormatBench:
         That text, in a line.
     controls : dict
         By protocol the KL of each of `CONTROLS`.
+    testimonies : list of dict
+        What was computed a second time.
+    heard : dict
+        See `quick_run.score`.
     """
 
     engine: Engine
@@ -82,7 +80,7 @@ class FormatBench:
     fitted_to: str = ""
     controls: dict[str, dict[str, float]] = field(default_factory=dict)
     testimonies: list[dict] = field(default_factory=list)
-    _heard: set[tuple[str, str]] = field(default_factory=set)
+    heard: dict[tuple[str, str], float] = field(default_factory=dict)
     _found: dict[tuple, SettingCost] = field(default_factory=dict)
 
     @classmethod
@@ -107,12 +105,12 @@ class FormatBench:
         if not recipes:
             return
         text = read_text(args.calib_text) if args.calib_text else None
-        source = CalibrationText.read(self.engine.info, args.calib_text, text, self.context, MOST_CALIB)
+        source = CalibrationText.read(self.engine.info, args.calib_text, text, self.context, args.calib_windows)
         refuse_overlap(np.concatenate([self.choosing, self.confirming]), source.windows, (str(args.text), source.name))
         self.fitted, self.fitted_to = source.fit(self.engine, recipes), source.about(self.engine)
 
     def control(self, protocols: Iterable[str]) -> None:
-        """Measure `CONTROLS` on a few windows; those of `protocols` have to be found broken, and equal.
+        """Measure `CONTROLS` on the window of most kinds of tokens: they have to be found broken, and equal.
 
         Raises
         ------
@@ -121,10 +119,16 @@ class FormatBench:
         Fault
             16 bits against themselves are not equal.
         """
+        varied = quick_run.most_varied(self.choosing, self.context)
         for protocol in protocols:
             codecs = [quick_run.NamedCodec(name, recipe, None, protocol) for name, recipe in CONTROLS.items()]
             scored = quick_run.score(
-                self.engine, self.choosing[:SOUNDING], self.context, codecs, title="controls", heard=self._heard
+                self.engine,
+                self.choosing[varied : varied + 1],
+                self.context,
+                codecs,
+                title="controls",
+                heard=self.heard,
             )
             worst, same = (float(one.tokens["kl"].mean()) for one in scored)
             if not worst >= bound("noticeable"):
@@ -143,14 +147,21 @@ class FormatBench:
             self.controls[protocol] = {"one_bit": worst, "same": same}
 
     @property
+    def tested(self) -> int:
+        """How many settings were measured, which may be chosen among."""
+        return len({key[0] for key in self._found if key != quick_run.ROUNDING})
+
+    @property
     def layers(self) -> int:
         """Of the model."""
         return self.engine.info.n_layers
 
-    def with_floor(self, settings: Iterable[Setting], protocol: str) -> tuple[SettingCost, dict[Setting, SettingCost]]:
+    def with_floor(
+        self, settings: Iterable[Setting], protocol: str, look: quick_run.FirstLook | None = None
+    ) -> tuple[SettingCost, dict[Setting, SettingCost]]:
         """What rounding K and V to bfloat16 costs on the windows that choose, and each setting there."""
         rounding = quick_run.rounding(self.engine.dtype)
-        found = self.measure(dict.fromkeys(settings, protocol), title="formats", beside=rounding)
+        found = self.measure(dict.fromkeys(settings, protocol), title="formats", beside=rounding, look=look)
         return self._found[rounding.label], found
 
     def measure(
@@ -159,6 +170,7 @@ class FormatBench:
         confirming: bool = False,
         title: str = "",
         beside: quick_run.NamedCodec | None = None,
+        look: quick_run.FirstLook | None = None,
     ) -> dict[Setting, SettingCost]:
         """Settings, each by its protocol, on one half of the windows; what is known is not measured again."""
         keys = {one: (choice.identity(one, self.layers), way, confirming) for one, way in asked.items()}
@@ -173,8 +185,9 @@ class FormatBench:
             codecs = {beside.label: beside} | codecs
         if codecs:
             windows = self.confirming if confirming else self.choosing
+            codings = [*codecs.values()]
             scored = quick_run.score(
-                self.engine, windows, self.context, [*codecs.values()], self.plain, title=title, heard=self._heard
+                self.engine, windows, self.context, codings, self.plain, title=title, heard=self.heard, look=look
             )
             self._found |= {key: SettingCost.of(one) for key, one in zip(codecs, scored, strict=True)}
             self.testimonies += [one.witnessed.model_dump(mode="json") for one in scored if one.witnessed]
@@ -195,7 +208,7 @@ class FormatBench:
             for one, layer in alone
         ]
         scored = quick_run.score(
-            self.engine, self.choosing[:SOUNDING], self.context, codecs, title="layers", heard=self._heard
+            self.engine, self.choosing[:SOUNDING], self.context, codecs, title="layers", heard=self.heard
         )
         found: dict[Setting, dict[int, float]] = {one: {} for one in settings}
         for (one, layer), cost in zip(alone, scored, strict=True):
@@ -203,104 +216,10 @@ class FormatBench:
         return found
 
 
-def recommended(
-    args: SimpleNamespace, engines: Sequence[ServingEngine], wish: LossWish, text: str, told: Callable[[Advice], None]
-) -> Advice:
-    """Measure the formats of engines on one half of the windows, choose, and confirm on the other half.
-
-    Parameters
-    ----------
-    args : SimpleNamespace
-        What `kvlab recommend` was asked for, by the names of its parameters.
-    engines : sequence of ServingEngine
-    wish : LossWish
-    text : str
-        What is scored.
-    told : callable
-        Is given what is known once all formats are measured, before lines are.
-
-    Raises
-    ------
-    CorpusError
-        The text has fewer than four windows.
-    CapabilityError
-        The engines have no format for such a model on such a device.
-    """
-    info = info_of(args.model)
-    windows = _halves(args, info, text)
-    refused = {engine.name: _refused(engine, args.device, info) for engine in engines}
-    able = {engine.name: [one for one in engine.formats if one.name not in refused[engine.name]] for engine in engines}
-    if not any(able.values()):
-        why = next(iter(next(iter(refused.values())).values()))
-        raise CapabilityError(f"no format can be taken: {why}", code="capability.no-format")
-    bench = FormatBench.started(args, info, windows[0::2], windows[1::2])
-    try:
-        bench.control(dict.fromkeys([FINISHED, *(engine.as_read for engine in engines)]))
-        bench.fit(args, chain.from_iterable(able.values()))
-        for name, formats in able.items():
-            refused[name] |= {one.name: why for one in formats if (why := _unable(one, info, bench.fitted))}
-        settings = {
-            name: [setting_of(one, bench) for one in formats if one.name not in refused[name]]
-            for name, formats in able.items()
-        }
-        every = choice.unique(chain.from_iterable(settings.values()), info.n_layers)
-        floor, finished = bench.with_floor(every.values(), FINISHED)
-        facts = _facts(args, bench)
-        rows = _rows(bench, settings, finished, floor.kl.value, facts["values"])
-        advice = Advice(facts, _about(args, bench), floor, rows)
-        told(advice)
-        lines, served = _lines(bench, engines, settings, wish, floor.kl.value, refused)
-        chosen = {line.engine.name: [*settings[line.engine.name], line.setting] for line in lines}
-        return replace(
-            advice,
-            facts=facts | {"witnessed": bench.testimonies},
-            served=_rows(bench, chosen, served, floor.kl.value, facts["values"]),
-            lines=lines,
-        )
-    finally:
-        bench.engine.close()
-
-
-def checked(args: SimpleNamespace, engine: ServingEngine, format: CacheFormat, texts: Sequence[str]) -> Advice:
-    """Measure one format as an engine reads it; parameters and what is raised as of `recommended`.
-
-    `texts` are documents that are joined.
-    """
-    info = info_of(args.model)
-    if why := engine.refused(format, args.device, info.n_layers, info.head_dim):
-        raise CapabilityError(f"format {format.name!r} cannot be taken: {why}", code="capability.no-format")
-    windows = _windows(args, info, texts)
-    bench = FormatBench.started(args, info, windows, windows[:0])
-    try:
-        bench.control([engine.as_read])
-        bench.fit(args, [format])
-        if why := _unable(format, info, bench.fitted):
-            raise CapabilityError(f"format {format.name!r} cannot be taken: {why}", code="capability.no-format")
-        setting = setting_of(format, bench, tuple(args.exact))
-        floor, found = bench.with_floor([setting], engine.as_read)
-        facts = _facts(args, bench) | {"witnessed": bench.testimonies}
-        rows = _rows(bench, {engine.name: [setting]}, found, floor.kl.value, facts["values"])
-        return Advice(facts, _about(args, bench), floor, (), rows)
-    finally:
-        bench.engine.close()
-
-
-def _windows(args: SimpleNamespace, info: ModelInfo, texts: Sequence[str]) -> np.ndarray:
+def text_windows(args: SimpleNamespace, info: ModelInfo, texts: Sequence[str]) -> np.ndarray:
     """The windows of texts."""
-    length = args.context + args.eval
-    most, exactly = most_windows(args.windows, "--windows")
-    return windows_of(texts, load_tokenizer(info), length, most, str(args.text), args.context, exactly)
-
-
-def _halves(args: SimpleNamespace, info: ModelInfo, text: str) -> np.ndarray:
-    """The windows of the text, of which every second one confirms."""
-    windows, length = _windows(args, info, [text]), args.context + args.eval
-    if len(windows) < FEWEST:
-        raise CorpusError(
-            f"{args.text} has {len(windows)} windows of {length} tokens; at least {FEWEST} are needed, two to choose by"
-            " and two that confirm: give a longer text or smaller windows"
-        )
-    return windows
+    length, tokenizer = args.context + args.eval, load_tokenizer(info)
+    return windows_of(texts, tokenizer, length, args.windows, str(args.text), args.context, args.exactly)
 
 
 def bits_of(recipe: Recipe, info: ModelInfo) -> float:
@@ -337,13 +256,7 @@ def setting_of(format: CacheFormat, bench: FormatBench, exact: tuple[int, ...] =
     return Setting(format, exact, choice.bits_per_value(bits, left, info.n_layers))
 
 
-def _refused(engine: ServingEngine, device: str, info: ModelInfo) -> dict[str, str]:
-    return {
-        one.name: why for one in engine.formats if (why := engine.refused(one, device, info.n_layers, info.head_dim))
-    }
-
-
-def _unable(format: CacheFormat, info: ModelInfo, fitted: Calibrated | None) -> str | None:
+def unable(format: CacheFormat, info: ModelInfo, fitted: Calibrated | None) -> str | None:
     """Why one of kvlab's codecs cannot run in its place with this model, by the check of that place; else None."""
     if isinstance(format, OwnFormat):
         try:
@@ -354,64 +267,7 @@ def _unable(format: CacheFormat, info: ModelInfo, fitted: Calibrated | None) -> 
     return None
 
 
-def _lines(
-    bench: FormatBench,
-    engines: Sequence[ServingEngine],
-    settings: Mapping[str, Sequence[Setting]],
-    wish: LossWish,
-    floor: float,
-    refused: Mapping[str, dict[str, str]],
-) -> tuple[tuple[EngineLine, ...], dict[Setting, SettingCost]]:
-    """Choose for each engine, look for layers that carry the loss, confirm; and all candidates as they are read."""
-    ways, served = {engine.name: engine.as_read for engine in engines}, {}
-    kl = {
-        name: {one: found.kl for one, found in bench.measure(dict.fromkeys(each, FINISHED)).items()}
-        for name, each in settings.items()
-    }
-
-    def as_read(open_: Mapping[str, Setting]) -> dict[str, Estimate]:
-        """As their engines read them, on the windows that choose."""
-        served.update(bench.measure({one: ways[name] for name, one in open_.items()}, title="as engines read them"))
-        return {name: served[one].kl for name, one in open_.items()}
-
-    taken = choice.settled(kl, as_read, wish, floor)
-    losses = _layers_apart(bench, kl, taken, wish)
-    if any(losses.values()):
-        taken = choice.settled(kl, as_read, wish, floor)
-    sure = {one: ways[name] for name, one in taken.items() if one}
-    confirmed = bench.measure(sure, confirming=True, title="confirming")
-    lines = []
-    for engine in engines:
-        one = taken[engine.name]
-        found = confirmed.get(one)
-        holds = "no" if found is None else "yes" if wish.bits is not None else answer(found.kl, wish.loss, floor)
-        near = None if one else choice.nearest(kl[engine.name])
-        fitted = bench.read_by(one) if one else None
-        tables = resident_bytes(one.format.recipe, fitted, bench.engine.info) if fitted else 0
-        lines.append(EngineLine(engine, one, found, holds, near, refused[engine.name], losses[engine.name], tables))
-    return tuple(lines), served
-
-
-def _layers_apart(
-    bench: FormatBench,
-    kl: Mapping[str, dict[Setting, Estimate]],
-    taken: Mapping[str, Setting | None],
-    wish: LossWish,
-) -> dict[str, dict[str, dict[int, float]]]:
-    """Losses by layer of formats that might do with a few layers in 16 bits; such settings are measured into `kl`."""
-    close = {name: choice.worth_layers(kl[name], taken[name], wish, bench.layers) for name in kl}
-    if not any(close.values()):
-        return {name: {} for name in kl}
-    losses = bench.losses([*dict.fromkeys(chain.from_iterable(close.values()))])
-    for name, formats in close.items():
-        sets = [setting_of(one.format, bench, exact) for one in formats for exact in choice.carriers(losses[one])]
-        cheaper = [one for one in sets if taken[name] is None or one.bits < taken[name].bits]
-        found = bench.measure(dict.fromkeys(cheaper, FINISHED), title="layers apart")
-        kl[name].update({one: each.kl for one, each in found.items()})
-    return {name: {one.name: losses[one] for one in formats} for name, formats in close.items()}
-
-
-def _rows(
+def setting_rows(
     bench: FormatBench,
     settings: Mapping[str, Sequence[Setting | None]],
     found: Mapping[Setting, SettingCost],
@@ -434,16 +290,15 @@ def _values(info: ModelInfo, tokens: int) -> list[int]:
     return [each * min(tokens, window or tokens) for window in info.windows]
 
 
-def _about(args: SimpleNamespace, bench: FormatBench) -> tuple[str, ...]:
-    """What was measured on what, in lines for people."""
+def about(args: SimpleNamespace, bench: FormatBench, taken: str) -> tuple[str, ...]:
+    """What was measured on what, in lines for people; `taken` says what the windows are for."""
     info, disclosure = bench.engine.info, bench.disclosure
-    halves = len(bench.choosing), len(bench.confirming)
     return (
         f"{args.model}: {info.n_layers} layers, {info.n_kv_heads} KV heads of {info.head_dim} dimensions;"
         f" transformers, {args.dtype}, {bench.engine.device}",
         *([disclosure] if disclosure else []),
-        f"{sum(halves)} windows of {args.context} coded and {args.eval} predicted tokens of {args.text}"
-        + (f": {halves[0]} choose, {halves[1]} confirm" if halves[1] else ""),
+        f"{len(bench.choosing) + len(bench.confirming)} windows of {args.context} coded and {args.eval} predicted"
+        f" tokens of {args.text}: {taken}",
         "one window of each kind of codec is computed a second time, by other code"
         if bench.plain
         else "nothing is computed a second time, as --no-witness asks",
@@ -468,7 +323,7 @@ def _fitted_by(args: SimpleNamespace) -> str:
     return said + (f" --text {shlex.quote(str(args.calib_text))}" if args.calib_text else "")
 
 
-def _facts(args: SimpleNamespace, bench: FormatBench) -> dict:
+def facts_of(args: SimpleNamespace, bench: FormatBench) -> dict:
     """The same for programs."""
     info = bench.engine.info
     return {
