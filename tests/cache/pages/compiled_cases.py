@@ -31,10 +31,11 @@ from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.reading import Looked
-from kvlab.codecs.klt.reading_numba import AbsorbedAttention, TileLoop
+from kvlab.codecs.klt.reading_numba import TileLoop
+from kvlab.codecs.klt.served_numba import ServedAttention
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared import compiled
-from kvlab.core.errors import StreamError
+from kvlab.core.errors import NonFinite, StreamError
 
 BLOCK = 4
 CODE = compiled.code  # as it is, whatever a test puts in its place
@@ -175,6 +176,53 @@ def turn_of(rotary, angle, k):
     return MeanByPosition(rotation, k.plan.decoding.mean) if rotary == "after" else rotation
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_served_rows_are_torch_s_and_read_as_torch_reads_them(heads, bits, dtype):
+    """Of few tokens, by one loop each way; a value between two of a table's may fall to either side."""
+    dim, tokens = 64, 5
+    codec = build(KltStream(bits=bits, block_size=64, escape=False), ladder_making.calibration(heads, dim))
+    rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
+    angle = torch.arange(300)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
+    pages = LayerPages(LAYER, *rows, turn_of("after", angle, rows[0]))
+    slots, places = torch.randperm(4 * BLOCK)[:tokens], torch.arange(200, 200 + tokens)
+    k, v = (planted(heads, tokens, dim, seed).to(dtype) for seed in (0, 1))
+    held = torch.zeros(4, 1, BLOCK, pages.bytes, dtype=torch.uint8)
+    pages.write(k, v, held, slots, places)
+    due = torch.cat((rows[0].encode(pages.rotation.undo(k, places).float()), rows[1].encode(v.float())), dim=1)
+    found = held.view(-1, pages.bytes)
+    assert (found[slots] != due).float().mean() < 1e-3
+    untouched = torch.ones(len(found), dtype=torch.bool)
+    untouched[slots] = False
+    assert not found[untouched].any()
+    looked = Looked.at(slots, [tokens], [200], [0, 1], torch.tensor([200 + tokens]))
+    q = torch.randn(1, 2 * heads, dim) / dim
+    mean, log_sum = pages.attend(held, looked, q, torch.float32)
+    keys = pages.read(held, slots, places)
+    own, values = (part.repeat_interleave(2, 0).double() for part in (keys.k, keys.v))
+    scores = torch.einsum("hd,hnd->hn", q[0].double(), own)
+    torch.testing.assert_close(
+        mean[0].double(), torch.einsum("hn,hnd->hd", scores.softmax(-1), values), atol=2e-5, rtol=1e-4
+    )
+    torch.testing.assert_close(log_sum[0].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_served_token_that_cannot_be_coded_is_refused_and_nothing_written(bad):
+    dim, heads = 64, 3
+    codec = build(KltStream(bits=2, block_size=64, escape=False), ladder_making.calibration(heads, dim))
+    rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
+    angle = torch.arange(8)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
+    pages = LayerPages(LAYER, *rows, turn_of("after", angle, rows[0]))
+    k, v = (planted(heads, 2, dim, seed) for seed in (0, 1))
+    v[1, 1, 7] = bad
+    held = torch.zeros(4, 1, BLOCK, pages.bytes, dtype=torch.uint8)
+    with pytest.raises(NonFinite):
+        pages.write(k, v, held, torch.arange(2), torch.arange(2))
+    assert not held.view(-1, pages.bytes)[:, pages.k.bytes :].any()
+
+
 @pytest.mark.parametrize("rotary", ["before", "after"])
 @pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
 @pytest.mark.parametrize("threads", [1, 2])
@@ -183,11 +231,12 @@ def test_compiled_attention_of_few_queries_is_torch_s(heads, threads, size, rota
     """Sequences of several lengths, one cut into runs, queries that see a part or nothing; the same on each number of
     threads. Vectors without tables hold more beside their rows than there is room for."""
     dim, lengths = 64, [1100, 40, 3]
-    codec = build(KltStream(bits=2, block_size=64), ladder_making.calibration(heads, dim))
+    escape = rotary == "before"
+    codec = build(KltStream(bits=2, block_size=64, escape=escape), ladder_making.calibration(heads, dim))
     rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
     angle = torch.arange(1200)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
     pages = LayerPages(LAYER, *rows, turn_of(rotary, angle, rows[0]))
-    assert isinstance(pages.attention, AbsorbedAttention) == (rotary == "after")
+    assert isinstance(pages.attention, ServedAttention) == (rotary == "after")
     total = sum(lengths)
     slots, places = torch.randperm(1200)[:total], torch.cat([torch.arange(length) for length in lengths])
     held = torch.zeros(300, 1, BLOCK, pages.bytes, dtype=torch.uint8)

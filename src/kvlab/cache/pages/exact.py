@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlab.cache.pages.attention import Attended, ExactStep, ServerStep, compiled, joined, nothing, softmax_over
@@ -228,7 +227,7 @@ def attend_beside(
     if compiled() and store.dtype in (torch.bfloat16, torch.float32):
         from kvlab.codecs.shared import softmax_numba
 
-        q, k, v, values = (as_numbers(x) for x in (query, key, value, store))
+        q, k, v, values = (softmax_numba.as_numbers(x) for x in (query, key, value, store))
         softmax_numba.store(k, v, *(at.numpy() for at in (exact.sources, exact.stored_rows, exact.places)), values)
         single = (at.numpy() for at in (exact.single, exact.single_rows, exact.single_seen))
         softmax_numba.add_exact(*single, q, values, scale, *(part.numpy() for part in coded))
@@ -242,11 +241,6 @@ def attend_beside(
         found, single = Attended(mean.flatten(1, 2), log_sum.flatten(1)), exact.single
         coded.mean[single] = joined(Attended(*(part[single] for part in coded)), found)
     return coded.mean
-
-
-def as_numbers(x: Tensor) -> NDArray:
-    """A tensor's memory; bfloat16 as its bits."""
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def _chunk(query: Tensor, own: Tensor, stored: Tensor, step: ServerStep, row: int, scale: float) -> Attended:

@@ -19,6 +19,9 @@ from kvlab.core.errors import CodecNotActive
 
 if TYPE_CHECKING:
     from kvlab.codecs.klt.reading_numba import TileAttention
+    from kvlab.codecs.klt.served_numba import ServedAttention, ServedWriter
+
+FEW = 24  # tokens from which torch's matrix product makes components sooner than a loop
 
 
 class LayerPages:
@@ -47,7 +50,7 @@ class LayerPages:
         self.layer, self.rotation, self.exact = layer, rotation, exact
         self.quick = quick(k), quick(v)
         self.k, self.v = (writer(rows, own) for rows, own in zip((k, v), self.quick, strict=True))
-        self.attention = attention(*self.quick, rotation.by_position)
+        self.attention, self.few = compiled_loops(*self.quick, rotation.by_position)
         self.forget()
 
     def forget(self) -> None:
@@ -70,9 +73,12 @@ class LayerPages:
             The pages are not of the size that the tokens take.
         """
         rows = self._rows(pages)
-        if self.attention:
+        few = self.few and len(slots) < FEW
+        if few and self.few(k, v, rows, slots.numpy(), self.k.bytes, self.rotation.rows, positions.numpy()):
+            pass
+        elif self.attention and not self.rotation.by_position:
             at = slots.numpy()
-            self.k.write(k, rows, at, 0, self.rotation.rows, positions.numpy(), self.rotation.by_position)
+            self.k.write(k, rows, at, 0, self.rotation.rows, positions.numpy())
             self.v.write(v, rows, at, self.k.bytes)
         else:
             rows[slots, : self.k.bytes] = self.k.encode(self.rotation.undo(k, positions).float())
@@ -138,10 +144,16 @@ def quick(rows: Rows) -> RowReader | None:
     return None
 
 
-def attention(k: RowReader | None, v: RowReader | None, by_position: bool) -> TileAttention | None:
-    """The compiled attention of few queries over both, None where either is read otherwise."""
+def compiled_loops(
+    k: RowReader | None, v: RowReader | None, by_position: bool
+) -> tuple[TileAttention | ServedAttention | None, ServedWriter | None]:
+    """Attention of few queries over both streams, and what writes few tokens; None where torch does it."""
     if not k or not v or k.plan.mean.device.type != "cpu" or by_triton(k.plan.mean.device):
-        return None
-    from kvlab.codecs.klt.reading_numba import AbsorbedAttention, TileAttention
+        return None, None
+    from kvlab.codecs.klt import reading_numba, served_numba
 
-    return AbsorbedAttention(k, v) if by_position else TileAttention(k, v)
+    if not by_position:
+        return reading_numba.TileAttention(k, v), None
+    if k.plan.escaping or v.plan.escaping:
+        return None, None
+    return served_numba.ServedAttention(k, v), served_numba.ServedWriter(k, v)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvlab.codecs.klt.reading import OK
 from kvlab.codecs.klt.tiles_numba import TILE, compiled, tile
 from kvlab.codecs.klt.vectors_numba import floats_of
+from kvlab.codecs.shared.lines_numba import products
 from kvlab.codecs.shared.softmax_numba import exponentials, widen
 
 
@@ -105,55 +106,20 @@ def _scores(k, start, count, position, t, heads, q, keys, ints, scores):
 
 
 @compiled
-def _weigh(scores, end, row, seen, powers, floats):
-    """Make the first `end` scores weights, and the others 0; what the row has seen so far is scaled."""
+def weigh(scores, end, row, tops, weights, sums, powers, floats):
+    """Make the first `end` scores weights, and the others 0; what the row has seen so far is scaled (`Seen`)."""
     for token in range(end, len(scores)):
         scores[token] = 0
-    top = seen.top[row]
+    top = tops[row]
     for token in range(end):
         top = max(top, scores[token])
-    if top > seen.top[row]:
-        less = np.exp(seen.top[row] - top)
-        seen.weight[row] *= less
-        for at in range(seen.sum.shape[1]):
-            seen.sum[row, at] *= less
-        seen.top[row] = top
-    seen.weight[row] += exponentials(scores[:end], top, powers, floats)
-
-
-@compiled
-def _products(weights, z, count, out):
-    """Sums of the rows of z by the weights of `count` tokens, of three queries at once, into float32 [3, rows].
-
-    Four rows at once: what is read of weights and rows serves twelve sums.
-    """
-    u, v, w = weights[0], weights[1], weights[2]
-    for line in range(0, len(z) - 3, 4):
-        a, b, c, d = z[line], z[line + 1], z[line + 2], z[line + 3]
-        ua = ub = uc = ud = va = vb = vc = vd = wa = wb = wc = wd = float32(0)
-        for token in range(count):
-            ua += u[token] * a[token]
-            ub += u[token] * b[token]
-            uc += u[token] * c[token]
-            ud += u[token] * d[token]
-            va += v[token] * a[token]
-            vb += v[token] * b[token]
-            vc += v[token] * c[token]
-            vd += v[token] * d[token]
-            wa += w[token] * a[token]
-            wb += w[token] * b[token]
-            wc += w[token] * c[token]
-            wd += w[token] * d[token]
-        out[0, line], out[0, line + 1], out[0, line + 2], out[0, line + 3] = ua, ub, uc, ud
-        out[1, line], out[1, line + 1], out[1, line + 2], out[1, line + 3] = va, vb, vc, vd
-        out[2, line], out[2, line + 1], out[2, line + 2], out[2, line + 3] = wa, wb, wc, wd
-    for line in range(len(z) // 4 * 4, len(z)):
-        ua = va = wa = float32(0)
-        for token in range(count):
-            ua += u[token] * z[line, token]
-            va += v[token] * z[line, token]
-            wa += w[token] * z[line, token]
-        out[0, line], out[1, line], out[2, line] = ua, va, wa
+    if top > tops[row]:
+        less = np.exp(tops[row] - top)
+        weights[row] *= less
+        for at in range(sums.shape[1]):
+            sums[row, at] *= less
+        tops[row] = top
+    weights[row] += exponentials(scores[:end], top, powers, floats)
 
 
 @compiled
@@ -167,7 +133,7 @@ def _sum(weights, count, heads, a, z, further, beside, seen):
         for query in range(group * per, heads * queries, heads):
             for row in range(query, query + per, 3):
                 several = min(3, query + per - row)
-                _products(weights[row : row + 3], z[begin:end], count, found)
+                products(weights[row : row + 3], z[begin:end], count, found)
                 for number in range(several):
                     out = seen.sum[row + number]
                     for line in range(begin, end - 2):
@@ -217,13 +183,13 @@ def attend(runs, rows, slots, first, a, e, columns, symbols, z, further, k, t, h
     for begin, tokens, position, query, end, to in runs:
         own, mine = q[query * heads : end * heads], slice(to * heads, (to + end - query) * heads)
         saw = Seen(seen.top[mine], seen.weight[mine], seen.sum[mine])
-        scores = np.zeros((len(own) + 2, TILE), np.float32)  # `_products` takes three rows at once
+        scores = np.zeros((len(own) + 2, TILE), np.float32)  # `products` takes three rows at once
         for start in range(0, tokens, TILE):
             count = min(TILE, tokens - start)
             _scores(k, begin + start, count, position + start, t, heads, own, keys, ints, scores)
             for row in range(len(own)):
                 known = min(max(until[query + row // heads] - position - start, 0), count)
-                _weigh(scores[row, :count], known, row, saw, powers, floats)
+                weigh(scores[row, :count], known, row, saw.top, saw.weight, saw.sum, powers, floats)
             now = slots[begin + start : begin + start + count]
             beside = tile(rows, now, first, a, e, columns, symbols, z, further)
             if beside < 0:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.codecs.klt import absorbed_numba, attention_numba, tiles_numba
+from kvlab.codecs.klt import attention_numba, tiles_numba
 from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
 from kvlab.codecs.klt.halves import HalfMatrix, lent
 from kvlab.codecs.klt.plain import turn
@@ -205,39 +205,6 @@ class TileAttention:
         if count:
             tiles_numba.add_beside(held, count, loop.way, out)
         return out
-
-
-class AbsorbedAttention(TileAttention):
-    """The same of K that was coded after its rotary embedding (`codecs.shared.turning`): its way back is in the query.
-
-    All is computed in float32, whatever the model's dtype is.
-    """
-
-    def _part(
-        self,
-        pages: NDArray,
-        first: int,
-        x: Looked,
-        q: NDArray,
-        heads: int,
-        turning: tuple[NDArray, NDArray],
-        dtype: torch.dtype,
-        seen: attention_numba.Seen,
-    ) -> Callable[[int], int]:
-        k, rows, head_dim = self.k.read, *q.shape
-        absorbed = absorbed_numba.Absorbed(
-            np.zeros((rows, k.lines), np.float32),
-            np.empty((rows, k.width), np.float32),
-            np.empty((rows, head_dim), np.float32),
-        )
-        absorbed_numba.absorb(q, heads, k.way, k.active, absorbed)
-
-        def part(number: int) -> int:
-            runs = x.runs[slice(*x.parts[number])]
-            both = self.k.read.tables(), self.v.read.tables()
-            return absorbed_numba.attend(runs, pages, x.slots, first, *both, *turning, heads, absorbed, x.until, seen)
-
-        return part
 
 
 def made_in(dtype: torch.dtype) -> torch.dtype:

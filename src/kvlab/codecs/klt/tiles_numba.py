@@ -18,7 +18,7 @@ from kvlab.codecs.klt.bits import VALUE_BITS
 from kvlab.codecs.klt.fields import COUNT_BITS
 from kvlab.codecs.klt.reading import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
 from kvlab.codecs.klt.scales import PLAIN, SCALE_BITS
-from kvlab.codecs.klt.vectors_numba import floats_of, look_up
+from kvlab.codecs.klt.vectors_numba import floats_of, look_up, symbols_of
 from kvlab.codecs.shared.compiled import compiled
 
 TILE = 256  # tokens: their symbols and components stay in a near cache, and a step over them pays its beginning
@@ -170,7 +170,7 @@ class Beside(NamedTuple):
 
 
 @compiled
-def _turned_round(rows, slots, first, columns):
+def turned_round(rows, slots, first, columns):
     """Bytes of tokens, each byte's side by side, into uint8 [bytes, TILE]."""
     for token in range(len(slots)):
         row = rows[slots[token], first : first + len(columns)]
@@ -189,16 +189,8 @@ def _symbols(columns, count, a, e, symbols):
         for token in range(count):
             own[token] = uint8(bytes[token] >> down) & uint8(1)
     for number in range(len(a.component)):
-        own = symbols[a.component[number]]
-        for digit in range(a.digit[number], a.digit[number + 1]):
-            bytes, mask = columns[a.byte[digit]], a.mask[digit]
-            down, up = a.down[digit] & 7, a.up[digit] & 7  # as they are; a compiler that knows it shifts bytes
-            if digit == a.digit[number]:
-                for token in range(count):
-                    own[token] = uint8(uint8(uint8(bytes[token] >> down) & mask) << up)
-            else:
-                for token in range(count):
-                    own[token] |= uint8(uint8(uint8(bytes[token] >> down) & mask) << up)
+        first, last = a.digit[number], a.digit[number + 1]
+        symbols_of(columns, count, first, last, a.byte, a.down, a.mask, a.up, symbols[a.component[number]])
 
 
 @compiled
@@ -378,7 +370,7 @@ def tile(rows, slots, first, a, e, columns, symbols, z, further):
     int
         How many `further` values there are, or what is wrong with the first row that cannot be, below 0.
     """
-    _turned_round(rows, slots, first, columns)
+    turned_round(rows, slots, first, columns)
     _symbols(columns, len(slots), a, e, symbols)
     return values(symbols, len(slots), a, e, z, further)
 

@@ -1,4 +1,4 @@
-"""What a compiler does not make vectors of by itself: table values of sixteen tokens at once, and halves made floats.
+"""What a compiler does not make vectors of by itself: sixteen tokens' digits, their table values, and halves as floats.
 
 A table of at most 32 values lies in one or two vectors of AVX-512, which take an index for each of sixteen places.
 Where the processor has none, the same is a plain loop. Where numba is not installed, nothing imports this module.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import config, types
-from numba.core.cgutils import get_or_insert_function
+from numba import config, types, uint8
+from numba.core.cgutils import for_range, get_or_insert_function
 from numba.extending import intrinsic
 
 from kvlab.codecs.shared.compiled import compiled
@@ -28,6 +28,7 @@ def has_permutes() -> bool:
 
 
 PERMUTES = has_permutes()
+PERMUTE = {1: "llvm.x86.avx512.permvar.sf.512", 2: "llvm.x86.avx512.vpermi2var.ps.512"}  # by vectors of a table
 
 
 def _at(context, builder, kind, array, index, vector):
@@ -36,7 +37,7 @@ def _at(context, builder, kind, array, index, vector):
     return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
 
 
-def _permuting(name, tables):
+def _permuting(tables):
     """Values of the symbols at `at`, `at` + 1, ... by the table at `first`, so many vectors long, by an instruction."""
 
     @intrinsic
@@ -48,7 +49,7 @@ def _permuting(name, tables):
             index = builder.load(_at(context, builder, kinds[2], symbols, at, BYTES), align=1)
             given = [parts[0], builder.zext(index, WHOLES), *parts[1:]]
             kind = ir.FunctionType(FLOATS, [part.type for part in given])
-            found = builder.call(get_or_insert_function(builder.module, kind, name), given)
+            found = builder.call(get_or_insert_function(builder.module, kind, PERMUTE[tables]), given)
             builder.store(found, _at(context, builder, kinds[4], out, to, FLOATS), align=4)
             return context.get_dummy_value()
 
@@ -57,8 +58,67 @@ def _permuting(name, tables):
     return sixteen
 
 
-_of_16 = _permuting("llvm.x86.avx512.permvar.sf.512", 1)
-_of_32 = _permuting("llvm.x86.avx512.vpermi2var.ps.512", 2)
+_of_16, _of_32 = _permuting(1), _permuting(2)
+
+
+def _unpacking(digits, tables):
+    """Values of `count` vectors of tokens whose symbols lie in so many digits, each ``(byte >> down & mask) << up``.
+
+    By the table at `first`, so many vectors long, into a row of `out`. A digit is the row of `columns` that its bytes
+    are, and its `down`, `mask` and `up`.
+    """
+
+    def made(context, builder, signature, given):
+        kinds, (table, first, columns, out, row, count), each = signature.args, given[:6], given[6:]
+        start = _at(context, builder, kinds[0], table, first, FLOATS)
+        values = [builder.load(builder.gep(start, [ir.IntType(32)(n)]), align=4) for n in range(tables)]
+        kind = ir.FunctionType(FLOATS, [FLOATS, WHOLES] + [FLOATS] * (tables - 1))
+        permute = get_or_insert_function(builder.module, kind, PERMUTE[tables])
+        given = [each[4 * number : 4 * number + 4] for number in range(digits)]
+        given = [(_row(context, builder, kinds[2], columns, at), *rest) for at, *rest in given]
+        given = [(bytes, *(_splat(builder, part, WHOLES) for part in rest)) for bytes, *rest in given]
+        to = _row(context, builder, kinds[3], out, row)
+        with for_range(builder, count, intp=count.type) as loop:
+            token = builder.mul(loop.index, context.get_constant(types.intp, LANES))
+            index = None
+            for bytes, down, mask, up in given:
+                part = builder.load(builder.bitcast(builder.gep(bytes, [token]), BYTES.as_pointer()), align=1)
+                part = builder.shl(builder.and_(builder.lshr(builder.zext(part, WHOLES), down), mask), up)
+                index = part if index is None else builder.or_(index, part)
+            place = builder.bitcast(builder.gep(to, [token]), FLOATS.as_pointer())
+            builder.store(builder.call(permute, [values[0], index, *values[1:]]), place, align=4)
+        return context.get_dummy_value()
+
+    def typed(table, columns, out):
+        digit = types.intp, types.int32, types.int32, types.int32
+        return types.void(table, types.intp, columns, out, types.intp, types.intp, *digit * digits)
+
+    @intrinsic
+    def one(_typing, table, first, columns, out, row, count, byte, down, mask, up):
+        return typed(table, columns, out), made
+
+    @intrinsic
+    def two(_typing, table, first, columns, out, row, count, byte, down, mask, up, more, further, mask2, up2):
+        return typed(table, columns, out), made
+
+    return one if digits == 1 else two
+
+
+def _row(context, builder, kind, array, row):
+    """The address of a row of an array [rows, columns]."""
+    made = context.make_array(kind)(context, builder, array)
+    start = builder.mul(row, builder.extract_value(made.strides, 0))
+    bytes = builder.gep(builder.bitcast(made.data, ir.IntType(8).as_pointer()), [start])
+    return builder.bitcast(bytes, made.data.type)
+
+
+def _splat(builder, number, kind):
+    """A vector of one number."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(WHOLES, [0] * LANES))
+
+
+_one_of_16, _two_of_16, _one_of_32, _two_of_32 = (_unpacking(digits, tables) for tables in (1, 2) for digits in (1, 2))
 
 
 @intrinsic
@@ -69,12 +129,28 @@ def _widened(_typing, halves, at, factor, out, to):
         kinds, (halves, at, factor, out, to) = signature.args, given
         bits = builder.load(_at(context, builder, kinds[0], halves, at, HALVES), align=2)
         wide = builder.fpext(bits, FLOATS)
-        times = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), factor, ir.IntType(32)(0))
-        times = builder.shuffle_vector(times, ir.Constant(FLOATS, ir.Undefined), ir.Constant(WHOLES, [0] * LANES))
-        builder.store(builder.fmul(wide, times), _at(context, builder, kinds[3], out, to, FLOATS), align=4)
+        builder.store(
+            builder.fmul(wide, _splat(builder, factor, FLOATS)),
+            _at(context, builder, kinds[3], out, to, FLOATS),
+            align=4,
+        )
         return context.get_dummy_value()
 
     return types.void(halves, types.intp, types.float32, out, types.intp), made
+
+
+@compiled
+def symbols_of(columns, count, first, last, byte, down, mask, up, out):
+    """Symbols of `count` tokens that lie in digits `first` to `last` of `tiles_numba.Active`, into uint8 [tokens]."""
+    for digit in range(first, last):
+        bytes, own = columns[byte[digit]], mask[digit]
+        low, high = down[digit] & 7, up[digit] & 7  # as they are; a compiler that knows it shifts bytes
+        if digit == first:
+            for token in range(count):
+                out[token] = uint8(uint8(uint8(bytes[token] >> low) & own) << high)
+        else:
+            for token in range(count):
+                out[token] |= uint8(uint8(uint8(bytes[token] >> low) & own) << high)
 
 
 @compiled
@@ -96,6 +172,35 @@ def look_up(table, first, most, symbols, count, out):
 
 
 @compiled
+def unpack(columns, count, a, symbols, out):
+    """Values of `count` tokens of all active components, float32 [active, tokens].
+
+    `columns` and `a` are those of `tiles_numba`, and `symbols` is room for one component's, uint8 [tokens]. All have
+    room for a multiple of sixteen tokens. What is read of `a` is named first: to hand over all of it in each call takes
+    longer than the work.
+    """
+    values, table, most, digit = a.values, a.table, a.most, a.digit
+    byte, down, mask, up = a.byte, a.down, a.mask, a.up
+    vectors = (count + LANES - 1) // LANES
+    for number in range(len(table)):
+        first, at, wide = table[number], digit[number], LANES if most[number] < LANES else 2 * LANES
+        digits, more = digit[number + 1] - at, at + 1
+        if not PERMUTES or most[number] >= wide or first + wide > len(values) or digits > 2:
+            symbols_of(columns, count, at, digit[number + 1], byte, down, mask, up, symbols)
+            look_up(values, first, most[number], symbols, count, out[number])
+        elif digits == 1 and wide == LANES:
+            _one_of_16(values, first, columns, out, number, vectors, byte[at], down[at], mask[at], up[at])
+        elif digits == 1:
+            _one_of_32(values, first, columns, out, number, vectors, byte[at], down[at], mask[at], up[at])
+        else:
+            one, two = (byte[at], down[at], mask[at], up[at]), (byte[more], down[more], mask[more], up[more])
+            if wide == LANES:
+                _two_of_16(values, first, columns, out, number, vectors, *one, *two)
+            else:
+                _two_of_32(values, first, columns, out, number, vectors, *one, *two)
+
+
+@compiled
 def floats_of(halves, factor, out):
     """Numbers in float16, given as their bits, uint16 [n], times a factor, into float32 [n]."""
     whole = len(out) // LANES * LANES
@@ -106,3 +211,20 @@ def floats_of(halves, factor, out):
         bits[: len(out) - whole] = halves[whole:]
         _widened(bits, 0, factor, numbers, 0)
         out[whole:] = numbers[: len(out) - whole]
+
+
+@compiled
+def matrix_of(halves, factors, rows, out):
+    """Rows of a matrix in float16, given as its bits, uint16 [groups, width, width], each times its factor, float32.
+
+    `rows` count over all groups, as `factors` [groups, width] do; `out` is [len(rows) or more, width].
+    """
+    width = out.shape[1]
+    flat, each, to = halves.reshape(-1), factors.reshape(-1), out.reshape(-1)
+    whole = width // LANES * LANES
+    for number in range(len(rows)):
+        row = rows[number]
+        for at in range(0, whole, LANES):
+            _widened(flat, row * width + at, each[row], to, number * width + at)
+        if whole < width:
+            floats_of(flat[row * width : (row + 1) * width], each[row], out[number])

@@ -27,7 +27,7 @@ from kvlab.codecs.klt.scales import ABOUT_SINK, LOUD, NEAR, PLAIN, UPWARD
 from kvlab.codecs.klt.tiles_numba import SCALE_END, TILE, compiled
 from kvlab.codecs.klt.vectors_numba import floats_of
 from kvlab.codecs.shared.grouping import parted
-from kvlab.codecs.shared.softmax_numba import widen
+from kvlab.codecs.shared.softmax_numba import as_numbers, widen
 
 FEW = 24  # tokens from which torch's matrix product is sooner, the matrix made anew for it
 SEVERAL = 8  # tokens from which it is sooner to count all boundaries below their components than to search
@@ -101,7 +101,6 @@ class QuickRows(KltRows):
         first: int,
         turn: tuple[NDArray, NDArray] = (UNTURNED, UNTURNED),
         positions: NDArray | None = None,
-        by_position: bool = False,
     ) -> None:
         """Code tokens into rows.
 
@@ -119,8 +118,6 @@ class QuickRows(KltRows):
             Cosines and sines float32 [positions, head_dim] that tokens are turned back by before they are coded.
         positions : array, optional
             Of the tokens there, int64 [n].
-        by_position : bool
-            Whether tokens are not turned back, but their mean is turned (`codecs.shared.turning`).
 
         Raises
         ------
@@ -129,16 +126,16 @@ class QuickRows(KltRows):
         """
         plan, positions = self.plan, slots if positions is None else positions
         if len(slots) < FEW:
-            few = (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x.float()).numpy()
+            few = as_numbers(x if x.dtype == torch.bfloat16 else x.float())
             rest = rows.numpy(), slots, first, self.bytes
-            if write_few(few, *turn, positions, by_position, self.way, *self.tables, self.choice, *rest):
+            if write_few(few, *turn, positions, self.way, *self.tables, self.choice, *rest):
                 return
         for start in range(0, len(slots), STRIP):
             own = slice(start, min(start + STRIP, len(slots)))
             flat = x[:, own].transpose(0, 1).float().flatten(1).contiguous().numpy()
             centred = np.empty((len(flat), plan.groups, plan.width), np.float32)
             to = centred.reshape(len(flat), -1)
-            centre(flat, *turn, positions[own], by_position, self.way.mean.reshape(-1), to)
+            centre(flat, *turn, positions[own], self.way.mean.reshape(-1), to)
             z = plan._components(torch.from_numpy(centred).transpose(0, 1)).permute(2, 0, 1).contiguous().numpy()
             if not write(z, centred, self.way, *self.tables, self.choice, rows.numpy(), slots[own], first, self.bytes):
                 vectors = torch.from_numpy(centred).transpose(0, 1)
@@ -160,22 +157,15 @@ def choice_of(plan: Plan) -> Choice:
 
 
 @compiled
-def centre(x, cos, sin, positions, by_position, mean, out):
-    """Tokens [n, heads * head_dim], turned back by their positions and less their mean, into as many.
-
-    Or less their mean turned by their positions, where that is so.
-    """
+def centre(x, cos, sin, positions, mean, out):
+    """Tokens [n, heads * head_dim], turned back by their positions and less their mean, into as many."""
     half = cos.shape[1] // 2
     for token in range(len(x)):
         own, to = x[token], out[token]
         if half:
             c, s = cos[positions[token]], sin[positions[token]]
             for first in range(0, len(own), 2 * half):
-                for at in range(half if by_position else 0):
-                    a, b = mean[first + at], mean[first + half + at]
-                    to[first + at] = own[first + at] - (a * c[at] - b * s[at])
-                    to[first + half + at] = own[first + half + at] - (b * c[at] + a * s[at])
-                for at in range(0 if by_position else half):
+                for at in range(half):
                     a, b, square = own[first + at], own[first + half + at], c[at] * c[at] + s[at] * s[at]
                     to[first + at] = (a * c[at] + b * s[at]) / square - mean[first + at]
                     to[first + half + at] = (b * c[at] - a * s[at]) / square - mean[first + half + at]
@@ -212,7 +202,7 @@ def components(centred, way, z):
 
 
 @compiled
-def _place(value, values, first, count):
+def place_of(value, values, first, count):
     """How many of the `count` boundaries, one less than a power of two, of the table at `first` lie below a value."""
     low, half = 0, (count + 1) >> 1
     while half:
@@ -224,7 +214,7 @@ def _place(value, values, first, count):
 
 
 @compiled
-def _first(group, a):
+def first_of(group, a):
     """The first active component of a group."""
     return a.end[group - 1] - 2 * (group - 1) if group else 0
 
@@ -237,11 +227,11 @@ def _symbols(z, group, a, symbols):
     """
     tokens, width = z.shape
     line, found = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
-    for number in range(_first(group, a), _first(group + 1, a)):
+    for number in range(first_of(group, a), first_of(group + 1, a)):
         count, at, first = a.most[number], a.component[number] - group * width, a.table[number]
         if tokens < SEVERAL:
             for token in range(tokens):
-                symbols[token, at] = _place(z[token, at], a.values, first, count)
+                symbols[token, at] = place_of(z[token, at], a.values, first, count)
             continue
         for token in range(tokens):
             line[token], found[token] = z[token, at], 0
@@ -261,7 +251,7 @@ def _error(z, symbols, group, a, energy):
         if a.place[group * width + at] < 0:
             apart = z[at] - a.constant[group * width + at]
             error += apart * apart * energy[at]
-    for number in range(_first(group, a), _first(group + 1, a)):
+    for number in range(first_of(group, a), first_of(group + 1, a)):
         at = a.component[number] - group * width
         apart = z[at] - a.values[a.table[number] + symbols[at]]
         error += apart * apart * energy[at]
@@ -342,7 +332,7 @@ def _without_tables(coefficients, size, group, e, places):
     for at in range(len(coefficients)):
         narrow = 0 if at < e.plain_wide[group] else 1
         table, even = e.plain_table[group, narrow], coefficients[at] / max(size, float32(1e-30))
-        places[at] = _place(even, table, 0, (1 << e.plain_bits[group, narrow]) - 1)
+        places[at] = place_of(even, table, 0, (1 << e.plain_bits[group, narrow]) - 1)
         apart = even - table[places[at]]
         error += apart * apart
     return error * (size * float32(e.unit[group])) ** 2
@@ -464,7 +454,7 @@ def write(z, centred, way, a, e, c, rows, slots, first, bytes):
 
 
 @compiled
-def write_few(x, cos, sin, positions, by_position, way, a, e, c, rows, slots, first, bytes):
+def write_few(x, cos, sin, positions, way, a, e, c, rows, slots, first, bytes):
     """Write a few tokens [heads, n, head_dim], float32 or bfloat16 as its bits: `centre`, `components` and `write`.
 
     One call in the place of three: what a call hands over takes as long as what it does. Whether it was done.
@@ -476,6 +466,6 @@ def write_few(x, cos, sin, positions, by_position, way, a, e, c, rows, slots, fi
         for head in range(heads):
             own = flat[token, head * head_dim : (head + 1) * head_dim]
             widen(x[head, token], own, own.view(np.int32))
-    centre(flat, cos, sin, positions, by_position, way.mean.reshape(-1), centred.reshape(tokens, -1))
+    centre(flat, cos, sin, positions, way.mean.reshape(-1), centred.reshape(tokens, -1))
     components(centred, way, z)
     return write(z, centred, way, a, e, c, rows, slots, first, bytes)

@@ -6,7 +6,10 @@ Where numba is not installed, nothing imports this module.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import float32, int32
+from numpy.typing import NDArray
+from torch import Tensor
 
 from kvlab.codecs.shared.compiled import compiled
 
@@ -34,6 +37,11 @@ def exponentials(scores, top, powers, floats):
         scores[token] *= floats[token]
         found += scores[token]
     return found
+
+
+def as_numbers(x: Tensor) -> NDArray:
+    """A tensor's memory, as `widen` takes it: bfloat16 as its bits."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 @compiled

@@ -1,0 +1,365 @@
+"""Serving from rows of `klt` without escapes whose K was coded after its rotary embedding, compiled by numba.
+
+A key at position t is R_t mean + z inverse, and its score q . R_t mean + (inverse q) . z: what stands between K's
+components and a score is the same for all tokens, so it goes into the query, once for each. No key is made. A token
+costs its bytes made components, and a dot product over those of them that have bits; the mean's part is a sum over
+pairs of dimensions, of the position's cosine and sine times what the query makes of the mean. V's components are summed
+by weight, and what makes values of them comes after the sum, once for each query.
+
+Torch's meaning of it is in `codecs.shared.turning` and `codecs.klt.synthesis`. Where numba is not installed, nothing
+imports this module.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import float32, uint8
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlab.codecs.klt.attention_numba import weigh
+from kvlab.codecs.klt.halves import lent
+from kvlab.codecs.klt.reading import Looked, RowReader
+from kvlab.codecs.klt.reading_numba import in_threads, way_of
+from kvlab.codecs.klt.tiles_numba import TILE, Way, compiled, turned_round
+from kvlab.codecs.klt.vectors_numba import matrix_of, unpack
+from kvlab.codecs.klt.writing_numba import first_of, place_of
+from kvlab.codecs.shared.lines_numba import add_lines, products
+from kvlab.codecs.shared.softmax_numba import as_numbers, widen
+
+APART = TILE + 16  # columns of a tile: at powers of two rows drive each other out of the near cache
+
+
+class Seen(NamedTuple):
+    """What queries have seen of runs of keys: a row for each query of a run, and each of its heads.
+
+    Parameters
+    ----------
+    top, weight : array
+        The largest score, and the sum of the exponentials of all less that one, float32 [rows].
+    sum : array
+        V's components with bits by these weights, float32 [rows, active].
+    """
+
+    top: NDArray
+    weight: NDArray
+    sum: NDArray
+
+
+class ServedAttention:
+    """Attention of few queries over the rows of one layer; all is computed in float32.
+
+    Parameters
+    ----------
+    k, v : RowReader
+        Of the layer, read by a `TileLoop`.
+    """
+
+    def __init__(self, k: RowReader, v: RowReader):
+        self.k, self.v = ((part.read.active, _constant_in_mean(part)) for part in (k, v))
+        self.most = max(len(part[0].component) for part in (self.k, self.v))
+        self.bytes = max(part.read.bytes for part in (k, v))
+
+    def __call__(
+        self, rows: Tensor, first: int, x: Looked, q: Tensor, turning: tuple[NDArray, NDArray], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """See `reading_numba.TileAttention`."""
+        queries, heads, _ = q.shape
+        of_runs, flat, pages = x.queries, q.flatten(0, 1).numpy(), rows.numpy()
+        seen_rows = len(of_runs) * heads
+        seen = Seen(
+            np.full(seen_rows, -np.inf, np.float32),
+            np.zeros(seen_rows, np.float32),
+            np.zeros((seen_rows, len(self.v[0].component)), np.float32),
+        )
+
+        def part(number: int) -> None:
+            runs = x.runs[slice(*x.parts[number])]
+            attend(runs, pages, x.slots, first, self.k, self.v, *turning, heads, flat, x.until, *self._room(), seen)
+
+        for _ in in_threads(part, len(x.parts)):
+            pass
+        mean, log_sum = np.zeros(flat.shape, np.float32), np.empty(len(flat), np.float32)
+        finish(seen, of_runs, heads, self.v, self._room()[0], mean, log_sum)
+        return torch.from_numpy(mean).view(q.shape), torch.from_numpy(log_sum).view(queries, heads)
+
+    def _room(self) -> tuple[NDArray, NDArray, NDArray]:
+        """What a matrix, components of a tile and its bytes are put in."""
+        width = self.k[1].mean.shape[1]
+        return (
+            lent("served matrix", (self.most, width)),
+            lent("served tile", (self.most, APART)),
+            lent("served bytes", (self.bytes + 1, TILE), np.uint8),
+        )
+
+
+def _constant_in_mean(reader: RowReader) -> Way:
+    """The way from a stream's components to tokens less what is turned: those without bits are a constant beside it.
+
+    `shift`, of which nothing without escapes has need, is that constant.
+    """
+    plan, loop = reader.plan, reader.read
+    constant = torch.from_numpy(loop.active.constant).view(plan.groups, 1, plan.width)
+    return way_of(plan, plan.back)._replace(shift=(constant @ plan.back.full())[:, 0].contiguous().numpy())
+
+
+@compiled
+def _tile(rows, slots, first, bytes, a, room, z):
+    """Components with bits of at most `TILE` tokens, float32 [active, tokens]; `room` is uint8 [bytes + 1, TILE]."""
+    columns, symbols = room[:bytes], room[bytes]
+    turned_round(rows, slots, first, columns)
+    unpack(columns, len(slots), a, symbols, z)
+
+
+@compiled
+def _absorb(q, heads, k, matrix, lines, turned, constant):
+    """What K's components, cosines and sines, and a constant count for in the scores of queries [rows, head_dim].
+
+    `matrix` holds the rows of K's that belong to components with bits, less its columns' factors.
+    """
+    a, way = k
+    groups, width = way.mean.shape
+    head_dim, per = q.shape[1], heads // groups
+    of_one, half = per * head_dim // width, head_dim // 2
+    three, found = np.zeros((3, head_dim), np.float32), np.empty((3, len(matrix)), np.float32)
+    for group in range(groups):
+        low, high = first_of(group, a), first_of(group + 1, a)
+        for query in range(group * per, len(q), heads):
+            for head in range(0, per, of_one):
+                first = head // of_one * head_dim
+                column, own = way.column[group, first : first + head_dim], matrix[low:high, first : first + head_dim]
+                mean, rest = way.mean[group, first : first + head_dim], way.shift[group, first : first + head_dim]
+                for begin in range(query + head, query + head + of_one, 3):
+                    several = min(3, query + head + of_one - begin)
+                    for more in range(several):
+                        for at in range(head_dim):
+                            three[more, at] = q[begin + more, at] * column[at]
+                    products(three, own, head_dim, found)
+                    for more in range(several):
+                        row = begin + more
+                        lines[row, : high - low] = found[more, : high - low]
+                        total = float32(0)
+                        for at in range(head_dim):
+                            total += q[row, at] * rest[at]
+                        constant[row] = total
+                        for at in range(half):
+                            x, y = q[row, at], q[row, half + at]
+                            turned[row, at] = x * mean[at] + y * mean[half + at]
+                            turned[row, half + at] = y * mean[at] - x * mean[half + at]
+
+
+@compiled
+def attend(runs, rows, slots, first, k, v, cos, sin, heads, q, until, matrix, z, room, seen):
+    """Attention of queries over keys and values, a run of neighbouring tokens of one sequence after the other.
+
+    Parameters
+    ----------
+    runs : array
+        See `reading.Looked`.
+    rows, slots : array
+        All pages as rows, uint8 [slots, bytes], and which of them, int64 [n]; K's bytes come first.
+    first : int
+        Where V's bytes begin.
+    k, v : (Active, Way)
+        Of each stream.
+    cos, sin : array
+        float32 [head_dim / 2, positions].
+    heads : int
+        Of queries; neighbouring ones share one of K and V.
+    q : array
+        Queries, scaled, float32 [queries * heads, head_dim].
+    until : array
+        The position at which the keys of each query end, int64 [queries].
+    matrix, z, room : array
+        To work in: float32 [active, width] and [active, TILE + 16], uint8 [bytes + 1, TILE].
+    seen : Seen
+        Of nothing, written.
+    """
+    ka, va = k[0], v[0]
+    groups, half = len(ka.end), len(cos)
+    per, powers = heads // groups, np.empty(TILE, np.int32)
+    floats, k_bytes, v_bytes = powers.view(np.float32), first, rows.shape[1] - first
+    found = np.empty((3, len(z)), np.float32)
+    matrix_of(k[1].halves, k[1].row, ka.component, matrix)
+    for begin, tokens, position, query, end, to in runs:
+        own, mine = q[query * heads : end * heads], slice(to * heads, (to + end - query) * heads)
+        count = len(own)
+        top, weight, total = seen.top[mine], seen.weight[mine], seen.sum[mine]
+        lines, turned = np.empty((count, len(matrix)), np.float32), np.empty((count, 2 * half), np.float32)
+        constant = np.empty(count, np.float32)
+        scores = np.zeros((count + 2, TILE), np.float32)  # `products` takes three rows at once
+        _absorb(own, heads, k, matrix, lines, turned, constant)
+        for start in range(0, tokens, TILE):
+            now, at = slots[begin + start : begin + min(start + TILE, tokens)], position + start
+            _tile(rows, now, 0, k_bytes, ka, room, z)
+            for row in range(count):
+                scores[row, : len(now)] = constant[row]
+            for group in range(groups):
+                low, high = first_of(group, ka), first_of(group + 1, ka)
+                for one in range(group * per, count, heads):
+                    own_scores = scores[one : one + per, : len(now)]
+                    add_lines(lines[one : one + per, : high - low], z[low:high], 0, own_scores)
+                    add_lines(turned[one : one + per, :half], cos, at, own_scores)
+                    add_lines(turned[one : one + per, half:], sin, at, own_scores)
+            for row in range(count):
+                out = scores[row, : len(now)]
+                known = min(max(until[query + row // heads] - at, 0), len(now))
+                weigh(out, known, row, top, weight, total, powers, floats)
+            _tile(rows, now, first, v_bytes, va, room, z)
+            for group in range(groups):
+                low, high = first_of(group, va), first_of(group + 1, va)
+                for one in range(group * per, count, heads):
+                    for row in range(one, one + per, 3):
+                        products(scores[row : row + 3], z[low:high], len(now), found)
+                        for more in range(min(3, one + per - row)):
+                            for line in range(high - low):
+                                total[row + more, low + line] += found[more, line]
+
+
+@compiled
+def finish(seen, of_runs, heads, v, matrix, mean, log_sum):
+    """Means of values, and logarithms of the sums under them, of what runs have seen.
+
+    Parameters
+    ----------
+    seen : Seen
+        Of all runs.
+    of_runs : array
+        The query of each of those that runs have, int64 [rows / heads].
+    heads : int
+        Of queries.
+    v : (Active, Way)
+        Of V.
+    matrix : array
+        To work in, float32 [active, width].
+    mean : array
+        float32 [queries * heads, head_dim], of zeros, written; finite where a query saw nothing.
+    log_sum : array
+        float32 [queries * heads], written; -inf there.
+    """
+    a, way = v
+    groups, width = way.mean.shape
+    head_dim, per = mean.shape[1], heads // groups
+    of_one = per * head_dim // width
+    weight, total = np.zeros(len(mean), np.float32), np.zeros((len(mean), seen.sum.shape[1]), np.float32)
+    log_sum[:] = -np.inf
+    for row in range(len(seen.top)):
+        to = of_runs[row // heads] * heads + row % heads
+        log_sum[to] = max(log_sum[to], seen.top[row])
+    for row in range(len(seen.top)):
+        to = of_runs[row // heads] * heads + row % heads
+        if seen.weight[row] > 0:
+            share = np.exp(seen.top[row] - log_sum[to])
+            weight[to] += share * seen.weight[row]
+            for at in range(total.shape[1]):
+                total[to, at] += share * seen.sum[row, at]
+    matrix_of(way.halves, way.row, a.component, matrix)
+    for to in range(len(mean)):
+        group, head = to % heads // per, to % heads % per
+        low, high, first = first_of(group, a), first_of(group + 1, a), head // of_one * head_dim
+        log_sum[to] += np.log(weight[to])
+        less, own = float32(1) / weight[to] if weight[to] > 0 else float32(0), mean[to]
+        add_lines(total[to : to + 1, low:high], matrix[low:high], first, mean[to : to + 1])
+        column, constant = way.column[group, first : first + head_dim], way.shift[group, first : first + head_dim]
+        first_mean = way.mean[group, first : first + head_dim]
+        for at in range(head_dim):
+            own[at] = own[at] * less * column[at] + constant[at] + first_mean[at]
+
+
+# ------------------------------------------------------------------------------------------------------ few tokens
+
+
+class ServedWriter:
+    """Few tokens of one layer coded into their rows, K and V by one call.
+
+    Parameters
+    ----------
+    k, v : RowReader
+        Of the layer, whose plans have the way to components too.
+    """
+
+    def __init__(self, k: RowReader, v: RowReader):
+        self.k, self.v = ((part.read.active, way_of(part.plan, part.plan.forward)) for part in (k, v))
+        self.most = max(len(part[0].component) for part in (self.k, self.v))
+
+    def __call__(
+        self, k: Tensor, v: Tensor, rows: Tensor, slots: NDArray, first: int, turn: tuple[NDArray, NDArray], at: NDArray
+    ) -> bool:
+        """Code tokens [heads, n, head_dim]; whether it was done, and nothing where a component is not finite.
+
+        V's bytes begin at `first` of a row. `turn` are cosines and sines float32 [positions, head_dim], and `at` the
+        positions of the tokens, int64 [n].
+        """
+        matrix = lent("served matrix", (self.most, self.k[1].mean.shape[1]))
+        k, v = (as_numbers(x if x.dtype == torch.bfloat16 else x.float()) for x in (k, v))
+        return write(k, v, *turn, at, self.k, self.v, rows.numpy(), slots, first, matrix)
+
+
+@compiled
+def _components(x, a, way, apart, matrix, z):
+    """Components with bits of tokens [heads, n, head_dim], float32 or bfloat16 as its bits, less their mean.
+
+    `apart` is what else is taken off, float32 [n, heads * head_dim]. Into float32 [n, active]. Whether all are finite.
+    """
+    heads, tokens, head_dim = x.shape
+    groups, width = way.mean.shape
+    flat, one = np.zeros((tokens + 2, heads * head_dim), np.float32), np.empty(head_dim, np.float32)
+    ints, found = one.view(np.int32), np.empty((3, len(matrix)), np.float32)
+    column, mean = way.column.reshape(-1), way.mean.reshape(-1)
+    for token in range(tokens):
+        for head in range(heads):
+            first = head * head_dim
+            widen(x[head, token], one, ints)
+            for at in range(head_dim):
+                less = one[at] - mean[first + at] - apart[token, first + at]
+                flat[token, first + at] = less * column[first + at]
+    matrix_of(way.halves, way.row, a.component, matrix)
+    wrong = 0
+    for group in range(groups):
+        low, high = first_of(group, a), first_of(group + 1, a)
+        for token in range(0, tokens, 3):
+            own = flat[token : token + 3, group * width : (group + 1) * width]
+            products(own, matrix[low:high], width, found)
+            for more in range(min(3, tokens - token)):
+                for line in range(high - low):
+                    value = found[more, line]
+                    wrong += 0 if abs(value) < np.inf else 1
+                    z[token + more, low + line] = value
+    return wrong == 0
+
+
+@compiled
+def _put(z, a, row):
+    """The symbols of one token's components with bits [active] into its bytes."""
+    row[:] = 0
+    for number in range(len(a.component)):
+        symbol = uint8(place_of(z[number], a.values, a.table[number], a.most[number]))
+        for digit in range(a.digit[number], a.digit[number + 1]):
+            row[a.byte[digit]] |= ((symbol >> a.up[digit]) & a.mask[digit]) << a.down[digit]
+
+
+@compiled
+def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, matrix):
+    """See `ServedWriter`; both streams are made components before a byte is written."""
+    (ka, kw), (va, vw) = k_tables, v_tables
+    tokens, half, mean = k.shape[1], cos.shape[1] // 2, kw.mean.reshape(-1)
+    apart, nothing = np.empty((tokens, len(mean)), np.float32), np.zeros((tokens, len(mean)), np.float32)
+    for token in range(tokens):
+        c, s = cos[positions[token]], sin[positions[token]]
+        for head in range(0, len(mean), 2 * half):
+            for at in range(half):
+                a, b = mean[head + at], mean[head + half + at]
+                apart[token, head + at] = a * c[at] - b * s[at] - a
+                apart[token, head + half + at] = b * c[at] + a * s[at] - b
+    k_z = np.empty((tokens, len(ka.component)), np.float32)
+    v_z = np.empty((tokens, len(va.component)), np.float32)
+    if not (_components(k, ka, kw, apart, matrix, k_z) and _components(v, va, vw, nothing, matrix, v_z)):
+        return False
+    for token in range(tokens):
+        row = rows[slots[token]]
+        _put(k_z[token], ka, row[:first])
+        _put(v_z[token], va, row[first:])
+    return True
