@@ -81,6 +81,7 @@ def test_k_less_its_mean_by_position_is_for_pages_alone(run, tiny_model, tmp_pat
     monkeypatch.setenv("KVLAB_PAGES", str(Path("klt3.kv").absolute()))
     served = worker.made_ready(served_config(tiny_model), worker.read_recipe("KVLAB_PAGES"), by_position=True)
     assert served.recipe.rotary == "after"
+    assert not served.recipe.k.escape and not served.recipe.v.escape
     with pytest.raises(CalibrationMismatch) as found:
         worker.made_ready(served_config(tiny_model), worker.read_recipe("KVLAB_PAGES"))
     assert found.value.code == "calibration.pre-rope-only"

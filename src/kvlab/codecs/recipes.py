@@ -49,6 +49,7 @@ def named_recipe(
         `codec` and `calibration` of params.yaml describe ``block``, which is the studied recipe on the Gaussian table.
     rotary : {"before", "after"}, optional
         Whether K is coded before its rotary embedding or after it; by default as the codec's name says, mostly before.
+        ``klt`` after it has no escapes unless they are asked for: it is for pages of a server, which read it quickest.
     **settings
         Other settings of the codec, for K and V alike, such as ``block_size=64``.
 
@@ -62,6 +63,8 @@ def named_recipe(
         It is a control of measurements, which stores nothing, or is described in params.yaml, and there is none.
     """
     if rotary is not None:
+        if rotary == "after" and codec == "klt":
+            settings = {"escape": False} | settings
         found = named_recipe(codec, bits, v_bits, params, **settings)
         if rotary not in ROTARIES:
             raise UnknownName("rotary", rotary, ROTARIES)

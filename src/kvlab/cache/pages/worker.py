@@ -87,6 +87,12 @@ def prepare(config: VllmConfig) -> ReadyRecipe:
             code="capability.some-layers",
         )
     check_pages(info)
+    if by_position(found.recipe) and (found.recipe.k.escape or found.recipe.v.escape):
+        raise CapabilityError(
+            f"{PAGES_VARIABLE} cannot be honoured: the recipe has rotary: after and escape: true, and pages are read"
+            " without escapes there; give escape: false, as kvlab calibrate --rotary after does",
+            code="capability.escapes-after-rope",
+        )
     for stream in STREAMS:
         rows_of(found.codecs[stream], Site(0, 0, stream), info.n_kv_heads, info.head_dim)
     return found

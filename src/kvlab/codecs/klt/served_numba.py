@@ -33,7 +33,7 @@ from kvlab.codecs.shared.softmax_numba import as_numbers, widen
 APART = TILE + 16  # columns of a tile: at powers of two rows drive each other out of the near cache
 
 
-class Seen(NamedTuple):
+class RunSums(NamedTuple):
     """What queries have seen of runs of keys: a row for each query of a run, and each of its heads.
 
     Parameters
@@ -70,7 +70,7 @@ class ServedAttention:
         queries, heads, _ = q.shape
         of_runs, flat, pages = x.queries, q.flatten(0, 1).numpy(), rows.numpy()
         seen_rows = len(of_runs) * heads
-        seen = Seen(
+        seen = RunSums(
             np.full(seen_rows, -np.inf, np.float32),
             np.zeros(seen_rows, np.float32),
             np.zeros((seen_rows, len(self.v[0].component)), np.float32),
@@ -175,7 +175,7 @@ def attend(runs, rows, slots, first, k, v, cos, sin, heads, q, until, matrix, z,
         The position at which the keys of each query end, int64 [queries].
     matrix, z, room : array
         To work in: float32 [active, width] and [active, TILE + 16], uint8 [bytes + 1, TILE].
-    seen : Seen
+    seen : RunSums
         Of nothing, written.
     """
     ka, va = k[0], v[0]
@@ -225,7 +225,7 @@ def finish(seen, of_runs, heads, v, matrix, mean, log_sum):
 
     Parameters
     ----------
-    seen : Seen
+    seen : RunSums
         Of all runs.
     of_runs : array
         The query of each of those that runs have, int64 [rows / heads].
