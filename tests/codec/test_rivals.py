@@ -51,9 +51,11 @@ def test_recipes_that_were_there_before_keep_their_ids(name, bits):
 
 
 def test_where_k_is_coded_is_a_setting_of_any_codec_but_a_published_one():
-    before, after = named_recipe("klt", 2, recent=128), named_recipe("klt", 2, rotary="after", recent=128)
-    assert named_recipe("klt", 2, rotary="before", recent=128) == before
+    before, after = named_recipe("hadamard", 2, recent=128), named_recipe("hadamard", 2, rotary="after", recent=128)
+    assert named_recipe("hadamard", 2, rotary="before", recent=128) == before
     assert (after.k, after.v, after.placement) == (before.k, before.v, "post_rope")
+    served, whole = named_recipe("klt", 2, rotary="after"), named_recipe("klt", 2, rotary="after", escape=True)
+    assert (served.k.escape, served.v.escape, whole.k) == (False, False, named_recipe("klt", 2).k)
     assert named_recipe("kivi-paper", 2, rotary="after") == named_recipe("kivi-paper", 2)
     with refused(ParamsError, "params.rotary-as-published", "kivi-paper", "after"):
         named_recipe("kivi-paper", 2, rotary="before")
