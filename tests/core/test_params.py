@@ -634,7 +634,7 @@ SMALLER = {
 
 def test_fewer_windows_than_studies_name_are_refused_with_each_that_does(root, monkeypatch):
     monkeypatch.chdir(root)
-    with pytest.raises(ParamsError, match="layers.windows is 4(.|\n)*noise.windows is 4"):
+    with pytest.raises(ParamsError, match=r"layers.windows is 4(.|\n)*noise.windows is 4"):
         plan.check(
             next(iter(by_model(overlay(read_yaml(root / "params.yaml"), assignment("windows.test=3"))).values()))
         )
