@@ -75,7 +75,8 @@ def test_on_slurm_every_job_is_planned_with_memory_and_time(run, asked):
     here = run(*SNAKEMAKE, "-n", REPORT)
     jobs = asked(*SLURM, REPORT)
     assert Counter(job["rule"] for job in jobs) == planned(here.stdout) != Counter()
-    assert all(job["mem_mb"] >= 500 and job["runtime"] >= 5 and job["cores"] == 1 for job in jobs)
+    assert all(job["mem_mb"] >= 500 and job["runtime"] >= 5 for job in jobs)
+    assert {job["rule"] for job in jobs if job["cores"] != 1} == {"capture_engine"}  # which folds up beside its engine
     assert not any(job["gpu"] for job in jobs)
 
 
