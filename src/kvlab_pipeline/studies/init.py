@@ -25,7 +25,7 @@ SAID = {
     "baseline": {"hf_attention": ["sdpa"]},
     "gap": {"windows": 8, "other_windows": 4},
     "ladder": {"codecs": ["klt", "hadamard", "kivi", "fp8", "archive"], "ablated": [], "in_forward": []},
-    "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False, "windows": 4},
+    "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
         "codecs": ["archive"],
         "in_forward": [],
@@ -37,7 +37,7 @@ SAID = {
         "tasks": [],
         "greedy": 4,
     },
-    "noise": {"protocol": "snapshot", "streams": ["kv"], "groups": ["all"], "sigmas": [0.01, 0.03, 0.1], "windows": 4},
+    "noise": {"protocol": "snapshot", "streams": ["kv"], "groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
     "kvstore": {
         "restore": {"codecs": ["klt", "hadamard", "kivi", "int", "fp8", "archive"]},
         "placement": {"orders": 16},
@@ -140,9 +140,6 @@ def write(
     listed = {"models": [entry], "engines": list(engines), "windows": {"test": windows, "other": windows}}
     (settings,) = by_model(listed).values()
     scalar = yaml.safe_dump(source).removesuffix("...\n").strip()
-    said = {
-        key: own | ({"windows": min(own["windows"], windows)} if "windows" in own else {}) for key, own in SAID.items()
-    }
     text = TEMPLATE.substitute(
         models=_flow([entry]),
         source=f"{scalar:<10}",
@@ -152,7 +149,7 @@ def write(
         engines=_flow(list(engines)),
         asked=_flow(list(ASKED)),
         origin="hf" if "hf" in engines else engines[0],
-        studies="\n".join(_section(section, said.get(section.key, {})) for section in (*sections().values(), KVStore)),
+        studies="\n".join(_section(section, SAID.get(section.key, {})) for section in (*sections().values(), KVStore)),
     )
     by_model(yaml.safe_load(text))
     from kvlab.core.records import write_text

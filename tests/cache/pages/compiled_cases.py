@@ -10,6 +10,7 @@ import sys
 from typing import NamedTuple
 
 import numba
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -35,6 +36,7 @@ from kvlab.codecs.klt.reading_numba import TileLoop
 from kvlab.codecs.klt.served_numba import ServedAttention
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared import compiled
+from kvlab.codecs.shared.lines_numba import add_lines
 from kvlab.core.errors import NonFinite, StreamError
 
 BLOCK = 4
@@ -174,6 +176,23 @@ def turn_of(rotary, angle, k):
     """What stands between attention and K's rows, by angles [positions, dim / 2]."""
     rotation = Rotation(torch.cat((angle.cos(), angle.sin()), dim=1))
     return MeanByPosition(rotation, k.plan.decoding.mean) if rotary == "after" else rotation
+
+
+@given(rows=st.integers(1, 7), columns=st.integers(1, 150), n=st.integers(0, 9), at=st.integers(0, 5))
+def test_sums_of_lines_are_matrix_products(rows, columns, n, at):
+    """Blocks of three rows, single rows, whole vectors and what is left; nothing beside `out` is touched."""
+    draw = np.random.default_rng(rows + 8 * columns + 1500 * n)
+    weights, lines = (
+        draw.standard_normal((rows, n), np.float32),
+        draw.standard_normal((n, columns + at + 3), np.float32),
+    )
+    whole = draw.standard_normal((rows + 1, columns + 2), np.float32)
+    before, out = whole.copy(), whole[:rows, 1:-1]
+    add_lines(weights, lines, at, out)
+    due = before[:rows, 1:-1] + weights @ lines[:, at : at + columns]
+    np.testing.assert_allclose(out, due, rtol=1e-4, atol=1e-5)
+    before[:rows, 1:-1] = out
+    np.testing.assert_array_equal(whole, before)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])

@@ -47,7 +47,8 @@ class Seen(NamedTuple):
     top, weight : array
         The largest score, and the sum of the exponentials of all less that one, float32 [rows].
     sum : array
-        V's components by these weights, and after them the second means', float32 [rows, width + 1].
+        V's components by these weights, and after them the second means', float32 [rows, width + 1]; where nothing is
+        escaped those with bits alone, float32 [rows, active].
     """
 
     top: NDArray
@@ -199,6 +200,28 @@ def attend(runs, rows, slots, first, a, e, columns, symbols, z, further, k, t, h
 
 
 @compiled
+def over_runs(seen, of_runs, heads, total, log_sum):
+    """Means of V's components over all runs of a query, into zeros [queries * heads, columns]; also `log_sum`."""
+    weight = np.zeros(len(total), np.float32)
+    log_sum[:] = -np.inf
+    for row in range(len(seen.top)):
+        to = of_runs[row // heads] * heads + row % heads
+        log_sum[to] = max(log_sum[to], seen.top[row])
+    for row in range(len(seen.top)):
+        to = of_runs[row // heads] * heads + row % heads
+        if seen.weight[row] > 0:
+            share = np.exp(seen.top[row] - log_sum[to])
+            weight[to] += share * seen.weight[row]
+            for at in range(total.shape[1]):
+                total[to, at] += share * seen.sum[row, at]
+    for to in range(len(total)):
+        log_sum[to] += np.log(weight[to])
+        less = float32(1) / weight[to] if weight[to] > 0 else float32(0)
+        for at in range(total.shape[1]):
+            total[to, at] *= less
+
+
+@compiled
 def finish(seen, of_runs, heads, way, mean, log_sum):
     """Means of values, and logarithms of the sums under them, of what runs have seen.
 
@@ -218,23 +241,8 @@ def finish(seen, of_runs, heads, way, mean, log_sum):
         float32 [queries * heads], written; -inf there.
     """
     groups, width = way.mean.shape
-    weight, total = np.zeros(len(mean), np.float32), np.zeros((len(mean), width + 1), np.float32)
-    log_sum[:] = -np.inf
-    for row in range(len(seen.top)):
-        to = of_runs[row // heads] * heads + row % heads
-        log_sum[to] = max(log_sum[to], seen.top[row])
-    for row in range(len(seen.top)):
-        to = of_runs[row // heads] * heads + row % heads
-        if seen.weight[row] > 0:
-            share = np.exp(seen.top[row] - log_sum[to])
-            weight[to] += share * seen.weight[row]
-            for at in range(width + 1):
-                total[to, at] += share * seen.sum[row, at]
-    for to in range(len(mean)):
-        log_sum[to] += np.log(weight[to])
-        less = float32(1) / weight[to] if weight[to] > 0 else float32(0)
-        for at in range(width + 1):
-            total[to, at] *= less
+    total = np.zeros((len(mean), width + 1), np.float32)
+    over_runs(seen, of_runs, heads, total, log_sum)
     head_dim, per = mean.shape[1], heads // groups
     heads_of_one = per * head_dim // width
     numbers = np.empty(width, np.float32)

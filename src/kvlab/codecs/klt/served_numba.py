@@ -12,15 +12,13 @@ imports this module.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from numba import float32, uint8
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.codecs.klt.attention_numba import weigh
+from kvlab.codecs.klt.attention_numba import Seen, over_runs, weigh
 from kvlab.codecs.klt.halves import lent
 from kvlab.codecs.klt.reading import Looked, RowReader
 from kvlab.codecs.klt.reading_numba import in_threads, way_of
@@ -31,22 +29,6 @@ from kvlab.codecs.shared.lines_numba import add_lines, products
 from kvlab.codecs.shared.softmax_numba import as_numbers, widen
 
 APART = TILE + 16  # columns of a tile: at powers of two rows drive each other out of the near cache
-
-
-class RunSums(NamedTuple):
-    """What queries have seen of runs of keys: a row for each query of a run, and each of its heads.
-
-    Parameters
-    ----------
-    top, weight : array
-        The largest score, and the sum of the exponentials of all less that one, float32 [rows].
-    sum : array
-        V's components with bits by these weights, float32 [rows, active].
-    """
-
-    top: NDArray
-    weight: NDArray
-    sum: NDArray
 
 
 class ServedAttention:
@@ -70,7 +52,7 @@ class ServedAttention:
         queries, heads, _ = q.shape
         of_runs, flat, pages = x.queries, q.flatten(0, 1).numpy(), rows.numpy()
         seen_rows = len(of_runs) * heads
-        seen = RunSums(
+        seen = Seen(
             np.full(seen_rows, -np.inf, np.float32),
             np.zeros(seen_rows, np.float32),
             np.zeros((seen_rows, len(self.v[0].component)), np.float32),
@@ -175,7 +157,7 @@ def attend(runs, rows, slots, first, k, v, cos, sin, heads, q, until, matrix, z,
         The position at which the keys of each query end, int64 [queries].
     matrix, z, room : array
         To work in: float32 [active, width] and [active, TILE + 16], uint8 [bytes + 1, TILE].
-    seen : RunSums
+    seen : Seen
         Of nothing, written.
     """
     ka, va = k[0], v[0]
@@ -225,7 +207,7 @@ def finish(seen, of_runs, heads, v, matrix, mean, log_sum):
 
     Parameters
     ----------
-    seen : RunSums
+    seen : Seen
         Of all runs.
     of_runs : array
         The query of each of those that runs have, int64 [rows / heads].
@@ -244,29 +226,18 @@ def finish(seen, of_runs, heads, v, matrix, mean, log_sum):
     groups, width = way.mean.shape
     head_dim, per = mean.shape[1], heads // groups
     of_one = per * head_dim // width
-    weight, total = np.zeros(len(mean), np.float32), np.zeros((len(mean), seen.sum.shape[1]), np.float32)
-    log_sum[:] = -np.inf
-    for row in range(len(seen.top)):
-        to = of_runs[row // heads] * heads + row % heads
-        log_sum[to] = max(log_sum[to], seen.top[row])
-    for row in range(len(seen.top)):
-        to = of_runs[row // heads] * heads + row % heads
-        if seen.weight[row] > 0:
-            share = np.exp(seen.top[row] - log_sum[to])
-            weight[to] += share * seen.weight[row]
-            for at in range(total.shape[1]):
-                total[to, at] += share * seen.sum[row, at]
+    total = np.zeros((len(mean), seen.sum.shape[1]), np.float32)
+    over_runs(seen, of_runs, heads, total, log_sum)
     matrix_of(way.halves, way.row, a.component, matrix)
     for to in range(len(mean)):
         group, head = to % heads // per, to % heads % per
         low, high, first = first_of(group, a), first_of(group + 1, a), head // of_one * head_dim
-        log_sum[to] += np.log(weight[to])
-        less, own = float32(1) / weight[to] if weight[to] > 0 else float32(0), mean[to]
+        own = mean[to]
         add_lines(total[to : to + 1, low:high], matrix[low:high], first, mean[to : to + 1])
         column, constant = way.column[group, first : first + head_dim], way.shift[group, first : first + head_dim]
         first_mean = way.mean[group, first : first + head_dim]
         for at in range(head_dim):
-            own[at] = own[at] * less * column[at] + constant[at] + first_mean[at]
+            own[at] = own[at] * column[at] + constant[at] + first_mean[at]
 
 
 # ------------------------------------------------------------------------------------------------------ few tokens

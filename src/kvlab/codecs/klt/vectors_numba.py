@@ -14,11 +14,7 @@ from numba.core.cgutils import for_range, get_or_insert_function
 from numba.extending import intrinsic
 
 from kvlab.codecs.shared.compiled import compiled
-
-LANES = 16
-FLOATS, WHOLES, BYTES, HALVES = (
-    ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(8), ir.HalfType())
-)
+from kvlab.codecs.shared.lanes_numba import BYTES, FLOATS, HALVES, LANES, WHOLES, row_at, splat, vector_at
 
 
 def has_permutes() -> bool:
@@ -31,12 +27,6 @@ PERMUTES = has_permutes()
 PERMUTE = {1: "llvm.x86.avx512.permvar.sf.512", 2: "llvm.x86.avx512.vpermi2var.ps.512"}  # by vectors of a table
 
 
-def _at(context, builder, kind, array, index, vector):
-    """The address of an array's element, as that of a vector."""
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
-
-
 def _permuting(tables):
     """Values of the symbols at `at`, `at` + 1, ... by the table at `first`, so many vectors long, by an instruction."""
 
@@ -44,13 +34,13 @@ def _permuting(tables):
     def sixteen(_typing, table, first, symbols, at, out, to):
         def made(context, builder, signature, given):
             kinds, (table, first, symbols, at, out, to) = signature.args, given
-            start = _at(context, builder, kinds[0], table, first, FLOATS)
+            start = vector_at(context, builder, kinds[0], table, first, FLOATS)
             parts = [builder.load(builder.gep(start, [ir.IntType(32)(n)]), align=4) for n in range(tables)]
-            index = builder.load(_at(context, builder, kinds[2], symbols, at, BYTES), align=1)
+            index = builder.load(vector_at(context, builder, kinds[2], symbols, at, BYTES), align=1)
             given = [parts[0], builder.zext(index, WHOLES), *parts[1:]]
             kind = ir.FunctionType(FLOATS, [part.type for part in given])
             found = builder.call(get_or_insert_function(builder.module, kind, PERMUTE[tables]), given)
-            builder.store(found, _at(context, builder, kinds[4], out, to, FLOATS), align=4)
+            builder.store(found, vector_at(context, builder, kinds[4], out, to, FLOATS), align=4)
             return context.get_dummy_value()
 
         return types.void(table, types.intp, symbols, types.intp, out, types.intp), made
@@ -70,14 +60,14 @@ def _unpacking(digits, tables):
 
     def made(context, builder, signature, given):
         kinds, (table, first, columns, out, row, count), each = signature.args, given[:6], given[6:]
-        start = _at(context, builder, kinds[0], table, first, FLOATS)
+        start = vector_at(context, builder, kinds[0], table, first, FLOATS)
         values = [builder.load(builder.gep(start, [ir.IntType(32)(n)]), align=4) for n in range(tables)]
         kind = ir.FunctionType(FLOATS, [FLOATS, WHOLES] + [FLOATS] * (tables - 1))
         permute = get_or_insert_function(builder.module, kind, PERMUTE[tables])
         given = [each[4 * number : 4 * number + 4] for number in range(digits)]
-        given = [(_row(context, builder, kinds[2], columns, at), *rest) for at, *rest in given]
-        given = [(bytes, *(_splat(builder, part, WHOLES) for part in rest)) for bytes, *rest in given]
-        to = _row(context, builder, kinds[3], out, row)
+        given = [(row_at(context, builder, kinds[2], columns, at), *rest) for at, *rest in given]
+        given = [(bytes, *(splat(builder, part, WHOLES) for part in rest)) for bytes, *rest in given]
+        to = row_at(context, builder, kinds[3], out, row)
         with for_range(builder, count, intp=count.type) as loop:
             token = builder.mul(loop.index, context.get_constant(types.intp, LANES))
             index = None
@@ -104,20 +94,6 @@ def _unpacking(digits, tables):
     return one if digits == 1 else two
 
 
-def _row(context, builder, kind, array, row):
-    """The address of a row of an array [rows, columns]."""
-    made = context.make_array(kind)(context, builder, array)
-    start = builder.mul(row, builder.extract_value(made.strides, 0))
-    bytes = builder.gep(builder.bitcast(made.data, ir.IntType(8).as_pointer()), [start])
-    return builder.bitcast(bytes, made.data.type)
-
-
-def _splat(builder, number, kind):
-    """A vector of one number."""
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(WHOLES, [0] * LANES))
-
-
 _one_of_16, _two_of_16, _one_of_32, _two_of_32 = (_unpacking(digits, tables) for tables in (1, 2) for digits in (1, 2))
 
 
@@ -127,11 +103,11 @@ def _widened(_typing, halves, at, factor, out, to):
 
     def made(context, builder, signature, given):
         kinds, (halves, at, factor, out, to) = signature.args, given
-        bits = builder.load(_at(context, builder, kinds[0], halves, at, HALVES), align=2)
+        bits = builder.load(vector_at(context, builder, kinds[0], halves, at, HALVES), align=2)
         wide = builder.fpext(bits, FLOATS)
         builder.store(
-            builder.fmul(wide, _splat(builder, factor, FLOATS)),
-            _at(context, builder, kinds[3], out, to, FLOATS),
+            builder.fmul(wide, splat(builder, factor, FLOATS)),
+            vector_at(context, builder, kinds[3], out, to, FLOATS),
             align=4,
         )
         return context.get_dummy_value()

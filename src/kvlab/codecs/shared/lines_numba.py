@@ -6,16 +6,15 @@ stay in registers while lines pass. Where numba is not installed, nothing import
 
 from __future__ import annotations
 
-from llvmlite import ir
 from numba import float32, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvlab.codecs.shared.compiled import compiled
+from kvlab.codecs.shared.lanes_numba import FLOATS, LANES, row_at, splat
 
-LANES = 16
-FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WIDE = 4  # vectors of a block
+WEIGHTS, LINES, OUT = 0, 1, 3  # which of a block's arguments they are
 
 
 def _block(rows, vectors):
@@ -25,41 +24,32 @@ def _block(rows, vectors):
     """
 
     def made(context, builder, signature, given):
-        kinds, (weights, lines, at, out, to) = signature.args, given
-        weights, lines, out = (
-            context.make_array(kind)(context, builder, part)
-            for kind, part in zip((kinds[0], kinds[1], kinds[3]), (weights, lines, out), strict=True)
-        )
+        kinds, (_, lines, at, _, to) = signature.args, given
 
-        def address(array, row, column):
-            start = builder.mul(row, builder.extract_value(array.strides, 0))
-            bytes = builder.bitcast(array.data, ir.IntType(8).as_pointer())
-            return builder.gep(builder.bitcast(builder.gep(bytes, [start]), array.data.type), [column])
+        def place(which, row, column):
+            return builder.gep(row_at(context, builder, kinds[which], given[which], row), [column])
 
-        def vector(array, row, column, number):
-            place = builder.gep(address(array, row, column), [context.get_constant(types.intp, number * LANES)])
-            return builder.bitcast(place, FLOATS.as_pointer())
+        def vector(which, row, column, number):
+            column = builder.add(column, context.get_constant(types.intp, number * LANES))
+            return builder.bitcast(place(which, row, column), FLOATS.as_pointer())
 
         index = [context.get_constant(types.intp, row) for row in range(rows)]
         sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
         for row in range(rows):
             for number in range(vectors):
-                builder.store(builder.load(vector(out, index[row], to, number), align=4), sums[row][number])
-        count = builder.extract_value(lines.shape, 0)
+                builder.store(builder.load(vector(OUT, index[row], to, number), align=4), sums[row][number])
+        count = builder.extract_value(context.make_array(kinds[LINES])(context, builder, lines).shape, 0)
         with cgutils.for_range(builder, count, intp=count.type) as loop:
-            parts = [builder.load(vector(lines, loop.index, at, number), align=4) for number in range(vectors)]
+            parts = [builder.load(vector(LINES, loop.index, at, number), align=4) for number in range(vectors)]
             for row in range(rows):
-                weight = builder.load(address(weights, index[row], loop.index))
-                one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), weight, ir.IntType(32)(0))
-                zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-                all_lanes = builder.shuffle_vector(one, ir.Constant(FLOATS, ir.Undefined), zeros)
+                weight = splat(builder, builder.load(place(WEIGHTS, index[row], loop.index)), FLOATS)
                 for number in range(vectors):
-                    product = builder.fmul(all_lanes, parts[number], flags=("fast",))
+                    product = builder.fmul(weight, parts[number], flags=("fast",))
                     total = builder.fadd(builder.load(sums[row][number]), product, flags=("fast",))
                     builder.store(total, sums[row][number])
         for row in range(rows):
             for number in range(vectors):
-                builder.store(builder.load(sums[row][number]), vector(out, index[row], to, number), align=4)
+                builder.store(builder.load(sums[row][number]), vector(OUT, index[row], to, number), align=4)
         return context.get_dummy_value()
 
     @intrinsic

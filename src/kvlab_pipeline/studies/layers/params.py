@@ -32,7 +32,7 @@ class Layers(Section):
     streams: tuple[Stream, ...] = Field(
         default=("k", "v"), min_length=1, description="each is attributed apart; `kv`: K and V of a layer at once"
     )
-    windows: int = Field(default=8, ge=2, description="scored windows; at most, and if not given cut to, windows.test")
+    windows: int = Field(default=4, ge=2, description="scored windows; at most, and if not given cut to, windows.test")
 
     def fitted(self, params: Params) -> Layers:
         """Engines and protocols of the run, and as many windows as there are."""

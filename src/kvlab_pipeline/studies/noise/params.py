@@ -41,7 +41,7 @@ class Noise(Section):
         description="of layers; `coded`: all but the boundary layers",
     )
     windows: int = Field(
-        default=8,
+        default=4,
         ge=2,
         description="scored windows; at most, and if not given cut to, those of `baseline`",
     )
