@@ -1,7 +1,7 @@
 """SGLang: floats of 8 or 4 bits for K and V of all layers; those of 8 have scale 1 where a checkpoint brings none.
 
 It has no integers: its documentation names none, and the pull requests that had them (1644, 2864, 3034, and 22004 with
-`--int8-kv-cache`) were closed unmerged.
+`--int8-kv-cache`) are closed and not marked as merged.
 """
 
 from kvlab.advice.serving import CacheFormat, ServingEngine
