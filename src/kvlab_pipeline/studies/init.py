@@ -18,12 +18,12 @@ from kvlab_pipeline.studies.settings import by_model, sections
 
 LEAST_CONTEXT = 8  # as of `Windows.context`
 
-WINDOWS = 16  # half of them of each text
+WINDOWS = 8  # half of them of each text
 # What a model of some hundred million parameters takes about a quarter of an hour for on two cores.
 ASKED = ("ladder", "layers", "noise")
 SAID = {
     "baseline": {"hf_attention": ["sdpa"]},
-    "gap": {"windows": 8, "other_windows": 4},
+    "gap": {"other_windows": 4},
     "ladder": {"codecs": ["klt", "hadamard", "kivi", "fp8", "archive"], "ablated": [], "in_forward": []},
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
@@ -48,7 +48,7 @@ TEMPLATE = Template("""\
 # yaml-language-server: $$schema=workflow/schemas/config.schema.json
 # What a person changes. Every other parameter has a default; all of them, with what is allowed: config/PARAMS.md.
 # `kvlab params` checks this file and prints it with every default written out, and the recipe ids.
-# A smaller study is one edit, as `test: 8` under `windows`; `make findings PRESET=full` measures more of everything.
+# A smaller study is one edit, as `test: 4` under `windows`; `make findings PRESET=full` measures more of everything.
 # For one run: `dvc exp run -S bits=4`, or `-S '++noise.seed=3'` for what this file does not say.
 
 bits: 3                       # K stream: bits per coefficient of `codec`, per value of the default `klt`; 1..8
