@@ -19,17 +19,17 @@ from kvlab_pipeline.studies.settings import by_model, sections
 LEAST_CONTEXT = 8  # as of `Windows.context`
 
 WINDOWS = 8  # half of them of each text
-# What a model of some hundred million parameters takes about a quarter of an hour for on two cores.
+# What a model of some hundred million parameters takes some twelve minutes for on two cores.
 ASKED = ("ladder", "layers", "noise")
 SAID = {
-    "baseline": {"hf_attention": ["sdpa"]},
-    "gap": {"other_windows": 4},
+    "baseline": {"hf_attention": ["sdpa"], "windows": 4},
+    "gap": {"other_windows": 2},
     "ladder": {"codecs": ["klt", "hadamard", "kivi", "fp8", "archive"], "ablated": [], "in_forward": []},
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
         "codecs": ["archive"],
         "in_forward": [],
-        "pages": ["klt", "hadamard"],
+        "pages": ["klt"],
         "caches": ["klt", "kivi", "fp8"],
         "cached_bits": [4],
         "cache_dtypes": ["fp8_e4m3"],
@@ -67,7 +67,7 @@ windows:
   context: $context                # tokens whose K and V are coded
   eval: 128                   # tokens that are scored after them
   test: $test                    # windows that are scored, half of them of each text
-  calib: 100                  # windows that the calibration sees (51,200 tokens); never the scored ones
+  calib: 64                   # windows that the calibration sees (32,768 tokens); never the scored ones
   other: $other                   # windows of `corpus.other` that are scored
   seed: 0
 
