@@ -15,7 +15,7 @@ from pipeline.report.example_metrics import build, verdict
 from pipeline.report.test_findings import some_params
 
 SAID = "The weights are 4-bit ones, dequantised."
-large, no_pictures, params, small = compared.large, compared.no_pictures, compared.params, compared.small
+large, params, small = compared.large, compared.params, compared.small
 
 
 def told(metrics: dict) -> dict:
