@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gate.judged_once import corruptions_judged_once
 from kvlab_pipeline.rendering import svg
 
-__all__ = ["corruptions_judged_once"]  # a fixture
 PICTURE = '<svg viewBox="0 0 20 20"></svg>'
 DRAWN = ("test_figures.py", "test_html_in_browser.py")  # these look at what is drawn
 
