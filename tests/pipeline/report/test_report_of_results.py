@@ -26,7 +26,8 @@ CLAIM = "- `variance_ratio` going from `1.0` to `0.95`"
 )
 def test_report_of_planted_results(tmp_path, engines, effects, answer):
     one = {"calibration": {"engines": ["hf"]}, "gap": {"origins": ["hf"]}, "cells": {"other-calibration": None}}
-    params = small_params(engines=engines, stats={"resamples": 200}, **(one if engines == ["hf"] else {}))
+    some = {} if effects == Effects() and len(engines) == 2 else {"studies": ["layers"]}  # all where all is told
+    params = small_params(engines=engines, stats={"resamples": 200}, **some, **(one if engines == ["hf"] else {}))
     there = write_results(tmp_path, params, effects)
     found = metrics.build(params, there.sources)
     out = tmp_path / "FINDINGS.md"
