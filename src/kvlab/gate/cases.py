@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvlab.gate.catalogue.rows import Row, fields
-from kvlab.gate.catalogue.values import Value
+from kvlab.gate.catalogue.columns import RowFields
+from kvlab.gate.catalogue.rows import Row
+from kvlab.gate.catalogue.values import Value, taken
 from kvlab.gate.evidence import Derived, Evidence, status, well_formed
 from kvlab.gate.multiple_testing import Standing
 from kvlab.gate.reasons import Reason
@@ -69,18 +70,23 @@ class Case:
     others: tuple[Reason, ...] = ()
 
     @cached_property
-    def _fields(self) -> tuple[dict[str, Value], list[Reason]]:
-        return fields(self.row.values)
+    def _taken(self) -> tuple[RowFields, list[Reason]]:
+        return taken(self.row.values)
 
     @property
+    def fields(self) -> RowFields:
+        """The fields that hold what the catalogue allows; None where the row says nothing of one."""
+        return self._taken[0]
+
+    @cached_property
     def values(self) -> dict[str, Value]:
-        """The fields that hold what the catalogue allows."""
-        return self._fields[0]
+        """The same by name."""
+        return self.fields.model_dump()
 
     @property
     def malformed(self) -> list[Reason]:
         """What the catalogue does not allow."""
-        return self._fields[1]
+        return self._taken[1]
 
     def get(self, name: str) -> Value:
         """One field; None when the row says nothing of it."""
