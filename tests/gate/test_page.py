@@ -299,17 +299,13 @@ def test_a_throughput_s_interval_is_that_of_the_paired_windows(rows, sampled, cl
     told = {one["row_id"]: one["throughput_ratio"] for one in claims["rows"]}
     own, plain = np.array(GOOD.seconds), np.array(BASE.seconds)
     found = told["reference/hf/klt-4"]
-    assert found["value"] == pytest.approx(plain.mean() / own.mean()) and found["n"] == WINDOWS
+    assert found["value"] == pytest.approx(plain.mean() / own.mean()) and found["n_windows"] == WINDOWS
     assert found["low"] < found["value"] < found["high"]
     paired, doubled = samples.speed(own, 2 * own), samples.speed(own, tuple(2 * own)[::-1])
     assert paired.value == pytest.approx(2) and paired.high - paired.low < 1e-9  # equal windows: nothing is left
     assert doubled.high - doubled.low > 0.001
     assert samples.speed(own, own[:-1]) is samples.speed((1.0,), (1.0,)) is None
-    without = {line.row_id: line.throughput_ratio for line in judged(rows, CONTEXT)[1].rows}
-    assert without["reference/hf/klt-4"].model_dump() == {
-        "value": pytest.approx(GOOD.throughput_tok_s / BASE.throughput_tok_s),
-        **dict.fromkeys(("low", "high", "n")),
-    }
+    assert {line.throughput_ratio for line in judged(rows, CONTEXT)[1].rows} == {None}  # without the windows' times
 
 
 def test_the_baseline_s_line_is_what_its_second_run_found(tmp_path, rows, page):
@@ -365,11 +361,12 @@ def test_what_is_stale_is_said_in_a_word(rows):
     assert not any(line.metrics for line in summary.rows)
 
 
-def test_a_ratio_needs_one_baseline_of_the_same_run(tmp_path):
+def test_a_ratio_needs_one_baseline_of_the_same_run(tmp_path, sampled):
     made = [one for one in objects() if one["engine"] == "hf"]
-    alone = judged(read(tmp_path, made[1:]), CONTEXT)[1]
+    alone = judged(read(tmp_path, made[1:]), CONTEXT, sampled)[1]
     assert {line.throughput_ratio for line in alone.rows} == {None}
-    other_run = judged(read(tmp_path, [made[0] | {"run": "other"}, *made[1:]]), CONTEXT)[1]
+    sampled = sampled | {("other", made[0]["row_id"]): sampled[made[0]["run"], made[0]["row_id"]]}
+    other_run = judged(read(tmp_path, [made[0] | {"run": "other"}, *made[1:]]), CONTEXT, sampled)[1]
     assert [line.throughput_ratio for line in other_run.rows if line.compresses] == [None, None]
 
 
@@ -395,7 +392,7 @@ def test_no_rows_at_all_are_a_page_too(tmp_path):
 
 
 def test_claims_hold_what_a_page_needs(claims):
-    assert claims["schema_version"] == 6 and claims["registry"] == REGISTRY.digest
+    assert claims["schema_version"] == 7 and claims["registry"] == REGISTRY.digest
     assert list(claims["counts"]) == sorted(TIERS) and sum(claims["counts"].values()) == len(claims["rows"])
     good = next(one for one in claims["rows"] if one["row_id"] == "reference/hf/klt-4")
     assert good["earned"] == good["claimed"] == "supported" and good["stored_span"] == "context"
@@ -404,7 +401,7 @@ def test_claims_hold_what_a_page_needs(claims):
 
 
 def test_claims_are_small(written):
-    assert (written / "claims.json").stat().st_size < 2200 * len(objects())
+    assert (written / "claims.json").stat().st_size < 2400 * len(objects())
 
 
 def test_equal_rows_in_any_order_give_equal_bytes(rows, sampled, written, tmp_path):

@@ -23,7 +23,7 @@ from kvlab_pipeline.gate_page.corruptions.trust import trust
 from kvlab_pipeline.gate_page.detection import picture, table
 from kvlab_pipeline.gate_page.reasons import reasons
 from kvlab_pipeline.gate_page.recommendation import Recommendation
-from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER, Ratio, RowSummary
+from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER, RowSummary
 from kvlab_pipeline.gate_page.samples import Repeat, Samples
 from kvlab_pipeline.gate_page.summary import Best, GateSummary, judged
 from kvlab_pipeline.gate_page.written_table import WORDS, written_table
@@ -177,13 +177,6 @@ def _no_best(best: Best, summary: GateSummary) -> str:
     return f"not told apart: {', '.join(tied)}" if tied else "none is certified"
 
 
-def ratio(found: Ratio | None) -> str:
-    """A ratio, with its interval where it has one."""
-    if found is None or found.low is None:
-        return fmt.number(found and found.value)
-    return fmt.estimate(found.model_dump()).replace(", ", f",{NO_BREAK}")
-
-
 def named(line: RowSummary) -> str:
     """A row's mechanism, with the bits that were asked for."""
     return line.name + (f" at {line.bits} bits" if line.bits else "")
@@ -236,7 +229,7 @@ def table_line(line: RowSummary) -> dict[str, Any]:
         "bits": fmt.number(line.bits),
         "stored": fmt.number(line.bits_per_value),
         "throughput": fmt.number(line.throughput_tok_s),
-        "ratio": ratio(line.throughput_ratio),
+        "ratio": fmt.estimate(line.throughput_ratio).replace(", ", f",{NO_BREAK}"),
         "capacity": fmt.number(line.capacity_ratio),
         "protocol": line.protocol,
         "span": line.stored_span,
