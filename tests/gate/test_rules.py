@@ -12,8 +12,8 @@ from kvlab.gate.reasons import EVIDENCE_REASONS
 from kvlab.gate.registry.faults import NATIVE_DTYPES
 from kvlab.gate.rules import CRITERIA, FALSEHOODS, WAIVABLE, Context
 from kvlab.gate.rules.counted import band_of
-from kvlab_pipeline.gate_page.corruptions.mutations import valid_case
-from kvlab_pipeline.gate_page.corruptions.passing_case import VALUES
+from validation.gate.corruptions import valid_case
+from validation.gate.passing_case import VALUES
 
 BY_NAME = {criterion.name: criterion for criterion in CRITERIA}
 
