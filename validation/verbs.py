@@ -77,7 +77,9 @@ def gate_trust_verb(
     rows: OfRows,
     context: OfContext,
     out: Annotated[Path, result("TRUST.md; detection.svg and detection.csv go beside it")],
-    records: Annotated[list[Path], path("what `kvlab step mechanisms` wrote, of which the rows were made")] = (),
+    records: Annotated[
+        list[Path], path("what `kvlab step mechanisms` wrote, of which the rows were made", metavar="FILE ...")
+    ] = (),
 ) -> None:
     """Plant corruptions, baselines against themselves and losses, and see what the gate says of each -> TRUST.md."""
 

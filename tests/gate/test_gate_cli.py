@@ -807,7 +807,8 @@ def test_the_page_exits_with_0_whatever_rows_earn(gate, planted, here):
     assert {"GATE.md", "GATE-reasons.md", "claims.json"} <= first.keys()
     assert gate(line)[0] == 0 and {path.name: path.read_bytes() for path in here.iterdir()} == first
     gate(f"step rows hf.json vllm.json {ROWS} --code 0ther")
-    assert gate("step gate_trust rows.json --current now.json --records hf.json vllm.json --out TRUST.md")[0] == 0
+    made = gate("step gate_trust rows.json --current now.json --records hf.json vllm.json --out TRUST.md")
+    assert made == (0, "", "")
     assert {"TRUST.md", "detection.svg", "detection.csv"} <= {path.name for path in here.iterdir()}
     code, out, err = gate("report rows.json --current now.json --out GATE.md")
     assert (code, err) == (0, "") and "2 supported, 4 gated" in out
