@@ -1,4 +1,4 @@
-"""The table of formats on four models is what `kvlab recommend` printed of each, as docs/models.md has it."""
+"""What docs/published_failures.md shows twice, or after docs/models.md, is the same number in both places."""
 
 from itertools import takewhile
 
@@ -28,3 +28,14 @@ def test_every_number_of_the_table_was_printed():
     for label, _, *values in table["rows"]:
         for model, value in zip(shown, values, strict=True):
             assert shown[model][label.strip("`")] == value, (label, model)
+
+
+def test_what_stands_beside_published_figures_is_of_the_tables_above():
+    known = [
+        row[table["headers"].index(header)]
+        for name, header in (("models", "Qwen2.5-Coder-1.5B"), ("repaired", "KL, 1.5B"))
+        for table in [read_json(DOCS / f"measured/failures-{name}.json")]
+        for row in table["rows"]
+    ]
+    beside = read_json(DOCS / "measured/failures-published.json")["rows"]
+    assert beside and all(row[-1] in known for row in beside)
