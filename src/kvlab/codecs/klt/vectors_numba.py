@@ -1,4 +1,4 @@
-"""What a compiler does not make vectors of by itself: sixteen tokens' digits, their table values, and halves as floats.
+"""What a compiler does not make vectors of by itself: bytes turned round, digits' table values, and halves as floats.
 
 A table of at most 32 values lies in one or two vectors of AVX-512, which take an index for each of sixteen places.
 Where the processor has none, the same is a plain loop. Where numba is not installed, nothing imports this module.
@@ -14,7 +14,20 @@ from numba.core.cgutils import for_range, get_or_insert_function
 from numba.extending import intrinsic
 
 from kvlab.codecs.shared.compiled import compiled
-from kvlab.codecs.shared.lanes_numba import BYTES, FLOATS, HALVES, LANES, WHOLES, row_at, splat, vector_at
+from kvlab.codecs.shared.lanes_numba import (
+    BYTES,
+    FLOATS,
+    HALVES,
+    LANES,
+    MANY,
+    PAIRS,
+    WHOLES,
+    WIDE,
+    row_at,
+    shuffled,
+    splat,
+    vector_at,
+)
 
 
 def has_permutes() -> bool:
@@ -52,10 +65,11 @@ _of_16, _of_32 = _permuting(1), _permuting(2)
 
 
 def _unpacking(digits, tables):
-    """Values of `count` vectors of tokens whose symbols lie in so many digits, each ``(byte >> down & mask) << up``.
+    """Values of `count` times 64 tokens whose symbols lie in so many digits, each ``(byte >> down & mask) << up``.
 
     By the table at `first`, so many vectors long, into a row of `out`. A digit is the row of `columns` that its bytes
-    are, and its `down`, `mask` and `up`.
+    are, and its `down`, `mask` and `up`. Bytes are shifted by pairs, as there is no instruction that shifts single
+    ones: what is not the digit's goes before that.
     """
 
     def made(context, builder, signature, given):
@@ -64,19 +78,25 @@ def _unpacking(digits, tables):
         values = [builder.load(builder.gep(start, [ir.IntType(32)(n)]), align=4) for n in range(tables)]
         kind = ir.FunctionType(FLOATS, [FLOATS, WHOLES] + [FLOATS] * (tables - 1))
         permute = get_or_insert_function(builder.module, kind, PERMUTE[tables])
-        given = [each[4 * number : 4 * number + 4] for number in range(digits)]
-        given = [(row_at(context, builder, kinds[2], columns, at), *rest) for at, *rest in given]
-        given = [(bytes, *(splat(builder, part, WHOLES) for part in rest)) for bytes, *rest in given]
+        ready = []
+        for byte, down, mask, up in (each[4 * number : 4 * number + 4] for number in range(digits)):
+            own = splat(builder, builder.trunc(builder.shl(mask, down), ir.IntType(8)), MANY)
+            shifts = (splat(builder, builder.trunc(by, ir.IntType(16)), PAIRS) for by in (down, up))
+            ready.append((row_at(context, builder, kinds[2], columns, byte), own, *shifts))
         to = row_at(context, builder, kinds[3], out, row)
         with for_range(builder, count, intp=count.type) as loop:
-            token = builder.mul(loop.index, context.get_constant(types.intp, LANES))
-            index = None
-            for bytes, down, mask, up in given:
-                part = builder.load(builder.bitcast(builder.gep(bytes, [token]), BYTES.as_pointer()), align=1)
-                part = builder.shl(builder.and_(builder.lshr(builder.zext(part, WHOLES), down), mask), up)
+            token, index = builder.mul(loop.index, context.get_constant(types.intp, WIDE)), None
+            for bytes, own, down, up in ready:
+                part = builder.load(builder.bitcast(builder.gep(bytes, [token]), MANY.as_pointer()), align=1)
+                part = builder.bitcast(builder.and_(part, own), PAIRS)
+                part = builder.shl(builder.lshr(part, down), up)
                 index = part if index is None else builder.or_(index, part)
-            place = builder.bitcast(builder.gep(to, [token]), FLOATS.as_pointer())
-            builder.store(builder.call(permute, [values[0], index, *values[1:]]), place, align=4)
+            index = builder.bitcast(index, MANY)
+            for first in range(0, WIDE, LANES):
+                symbols = builder.zext(shuffled(builder, index, index, range(first, first + LANES)), WHOLES)
+                place = builder.gep(to, [builder.add(token, context.get_constant(types.intp, first))])
+                found = builder.call(permute, [values[0], symbols, *values[1:]])
+                builder.store(found, builder.bitcast(place, FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
     def typed(table, columns, out):
@@ -113,6 +133,47 @@ def _widened(_typing, halves, at, factor, out, to):
         return context.get_dummy_value()
 
     return types.void(halves, types.intp, types.float32, out, types.intp), made
+
+
+@intrinsic
+def _turned(_typing, rows, slots, token, first, columns, byte):
+    """Sixteen bytes of sixteen tokens, from `byte` after `first` on: each byte's side by side, into rows of `columns`.
+
+    Four times, what lies eight apart comes to lie side by side.
+    """
+
+    def made(context, builder, signature, given):
+        kinds, (rows, slots, token, first, columns, byte) = signature.args, given
+        own, at = context.make_array(kinds[1])(context, builder, slots).data, builder.add(first, byte)
+        each, parts = [context.get_constant(types.intp, number) for number in range(LANES)], []
+        for number in each:
+            slot = builder.load(builder.gep(own, [builder.add(token, number)]))
+            place = builder.gep(row_at(context, builder, kinds[0], rows, slot), [at])
+            parts.append(builder.load(builder.bitcast(place, BYTES.as_pointer()), align=1))
+        half = LANES // 2
+        low = [place for number in range(half) for place in (number, number + LANES)]
+        high = [place + half for place in low]
+        for _ in range(4):
+            parts = [shuffled(builder, parts[n], parts[n + half], own) for n in range(half) for own in (low, high)]
+        for number, part in zip(each, parts, strict=True):
+            place = builder.gep(row_at(context, builder, kinds[4], columns, builder.add(byte, number)), [token])
+            builder.store(part, builder.bitcast(place, BYTES.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(rows, slots, types.intp, types.intp, columns, types.intp), made
+
+
+@compiled
+def turned_round(rows, slots, first, columns):
+    """Bytes of tokens from `first` of their rows on, each byte's side by side, into uint8 [bytes, tokens or more]."""
+    bytes, whole = len(columns), len(slots) // LANES * LANES if len(columns) >= LANES else 0
+    for token in range(0, whole, LANES):
+        for byte in range(0, bytes, LANES):
+            _turned(rows, slots, token, first, columns, min(byte, bytes - LANES))
+    for token in range(whole, len(slots)):
+        row = rows[slots[token], first : first + bytes]
+        for at in range(bytes):
+            columns[at, token] = row[at]
 
 
 @compiled
@@ -152,12 +213,12 @@ def unpack(columns, count, a, symbols, out):
     """Values of `count` tokens of all active components, float32 [active, tokens].
 
     `columns` and `a` are those of `tiles_numba`, and `symbols` is room for one component's, uint8 [tokens]. All have
-    room for a multiple of sixteen tokens. What is read of `a` is named first: to hand over all of it in each call takes
+    room for a multiple of 64 tokens, up to which values may be written. What is read of `a` is named first: to hand over all of it in each call takes
     longer than the work.
     """
     values, table, most, digit = a.values, a.table, a.most, a.digit
     byte, down, mask, up = a.byte, a.down, a.mask, a.up
-    vectors = (count + LANES - 1) // LANES
+    vectors = (count + WIDE - 1) // WIDE
     for number in range(len(table)):
         first, at, wide = table[number], digit[number], LANES if most[number] < LANES else 2 * LANES
         digits, more = digit[number + 1] - at, at + 1
