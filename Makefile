@@ -59,7 +59,7 @@ test-nightly: $(READY)  ## schedulers, S3, handovers, kills, most of vLLM, the p
 	@$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly $(ARGS)
 
 wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there (ARGS='--with newest')
-	@"$(BIN)/python" workflow/scripts/wheel_test.py $(ARGS)
+	@"$(BIN)/python" validation/wheel.py $(ARGS)
 
 lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml and config/ against the rules
 	"$(BIN)/ruff" check src tests workflow validation docs/conf.py
@@ -146,7 +146,7 @@ headline: $(READY)  ## blocks of README and docs from results/, and the pages of
 		--benchmarks results/benchmarks --readme README.md
 	@rm -rf docs/results && mkdir -p docs/results/gap/figures docs/results/gate
 	@cp results/gap/FINDINGS.md results/gap/report.html docs/results/gap/ && cp results/gap/figures/*.svg docs/results/gap/figures/
-	@for page in GATE.md GATE-reasons.md; do sed 's|(\.\./\.\./docs/|(../../|g' results/gate/$$page >docs/results/gate/$$page; done
+	@for page in GATE.md GATE-reasons.md TRUST.md; do sed 's|(\.\./\.\./docs/|(../../|g' results/gate/$$page >docs/results/gate/$$page; done
 	@cp results/gate/detection.svg docs/results/gate/
 
 audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md

@@ -12,7 +12,7 @@ from kvlab.core.errors import NonFinite, UserError
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab_pipeline.gate_page.row_summary import RowSummary
 from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION
-from kvlab_pipeline.report import figures, findings, use
+from kvlab_pipeline.report import findings, use
 from kvlab_pipeline.report.certified import context, sentence
 from pipeline.report.example_metrics import build, verdict
 from pipeline.report.shipped import shipped
@@ -29,7 +29,7 @@ def row(row_id, model, earned, mechanism="kv_compression", variant="klt", **chan
     told = dict.fromkeys(RowSummary.model_fields)
     told |= {"row_id": row_id, "model": model, "engine": "hf", "mechanism": mechanism, "mechanism_variant": variant}
     told |= {"bits": 4, "bits_per_value": 4.19, "throughput_tok_s": 1234.5, "measured": True}
-    told |= {"throughput_ratio": {"value": 0.247, "low": 0.243, "high": 0.252, "n": 32}, "protocol": "snapshot"}
+    told |= {"throughput_ratio": {"value": 0.247, "low": 0.243, "high": 0.252, "n_windows": 32}, "protocol": "snapshot"}
     told |= {"stored_span": "context", "device": "cpu", "dtype": "bfloat16", "context_tokens": 512}
     told |= {"word": "pass", "codes": [], "open": [], "untold": [], "beyond": []}
     told |= {"metrics": {"kl": MEASURED, "needle_recall": NEEDLES}, "earned": earned, "claimed": "supported"}
@@ -50,12 +50,6 @@ def claims(model):
     answers = [answer | {"model": model, "row_id": "b", "word": "certified"}]
     told = {"schema_version": SCHEMA_VERSION, "registry": "r", "current": "c", "counts": counts}
     return told | {"answers": answers, "best": [], "rows": rows}
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Drawing is what takes time."""
-    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(str(name)))
 
 
 @pytest.fixture

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from kvlab.codecs.klt.reading_numba import TileAttention
     from kvlab.codecs.klt.served_numba import ServedAttention, ServedWriter
 
-FEW = 24  # tokens from which torch's matrix product makes components sooner than a loop
-
 
 class LayerPages:
     """Codes into pages uint8 [blocks, 1, block_size, bytes], and counts.
@@ -50,7 +48,7 @@ class LayerPages:
         self.layer, self.rotation, self.exact = layer, rotation, exact
         self.quick = quick(k), quick(v)
         self.k, self.v = (writer(rows, own) for rows, own in zip((k, v), self.quick, strict=True))
-        self.attention, self.few = compiled_loops(*self.quick, rotation.by_position)
+        self.attention, self.put = compiled_loops(*self.quick, rotation.by_position)
         self.forget()
 
     def forget(self) -> None:
@@ -73,8 +71,7 @@ class LayerPages:
             The pages are not of the size that the tokens take.
         """
         rows = self._rows(pages)
-        few = self.few and len(slots) < FEW
-        if few and self.few(k, v, rows, slots.numpy(), self.k.bytes, self.rotation.rows, positions.numpy()):
+        if self.put and self.put(k, v, rows, slots.numpy(), self.k.bytes, self.rotation.rows, positions.numpy()):
             pass
         elif self.attention and not self.rotation.by_position:
             at = slots.numpy()
@@ -147,7 +144,7 @@ def quick(rows: Rows) -> RowReader | None:
 def compiled_loops(
     k: RowReader | None, v: RowReader | None, by_position: bool
 ) -> tuple[TileAttention | ServedAttention | None, ServedWriter | None]:
-    """Attention of few queries over both streams, and what writes few tokens; None where torch does it."""
+    """Attention of few queries over both streams, and what writes tokens; None where torch does it."""
     if not k or not v or k.plan.mean.device.type != "cpu" or by_triton(k.plan.mean.device):
         return None, None
     from kvlab.codecs.klt import reading_numba, served_numba

@@ -10,11 +10,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from kvlab.cache.hf.rope import RopeTurn, apply_rope, refuse_lossy, undo_rope
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 
+BEYOND = 15  # zeros after the last position: loops read whole vectors of sixteen
 PROBED = (0, 1, 7, 100)
 REMEDY = "give a recipe with rotary: after, of a codec other than klt"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of the largest value of K
@@ -31,7 +33,7 @@ class Rotation:
     Attributes
     ----------
     columns : pair of array
-        Cosines and sines of all positions of each frequency, float32 [head_dim / 2, positions].
+        Cosines and sines of all positions of each frequency, float32 [head_dim / 2, positions and `BEYOND` more].
     rows : pair of array
         Those of a position side by side, both halves, float32 [positions, head_dim].
     by_position : bool
@@ -43,7 +45,7 @@ class Rotation:
     def __init__(self, table: Tensor):
         cos, sin = table.float().chunk(2, dim=-1)
         self.cos, self.sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        self.columns = tuple(part.T.contiguous().cpu().numpy() for part in (cos, sin))
+        self.columns = tuple(pad(part.T, (0, BEYOND)).contiguous().cpu().numpy() for part in (cos, sin))
         self.rows = tuple(part.cpu().numpy() for part in (self.cos, self.sin))
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:

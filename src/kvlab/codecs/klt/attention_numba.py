@@ -134,7 +134,7 @@ def _sum(weights, count, heads, a, z, further, beside, seen):
         for query in range(group * per, heads * queries, heads):
             for row in range(query, query + per, 3):
                 several = min(3, query + per - row)
-                products(weights[row : row + 3], z[begin:end], count, found)
+                products(weights[row : row + 3], z[begin:end], 0, count, found)
                 for number in range(several):
                     out = seen.sum[row + number]
                     for line in range(begin, end - 2):

@@ -22,9 +22,10 @@ from kvlab.codecs.klt.attention_numba import Seen, over_runs, weigh
 from kvlab.codecs.klt.halves import lent
 from kvlab.codecs.klt.reading import Looked, RowReader
 from kvlab.codecs.klt.reading_numba import in_threads, way_of
-from kvlab.codecs.klt.tiles_numba import TILE, Way, compiled, turned_round
-from kvlab.codecs.klt.vectors_numba import matrix_of, unpack
-from kvlab.codecs.klt.writing_numba import first_of, place_of
+from kvlab.codecs.klt.tiles_numba import TILE, Way, compiled
+from kvlab.codecs.klt.vectors_numba import matrix_of, turned_round, unpack
+from kvlab.codecs.klt.writing_numba import SEVERAL, first_of, place_of, places_of
+from kvlab.codecs.shared.lanes_numba import LANES
 from kvlab.codecs.shared.lines_numba import add_lines, products
 from kvlab.codecs.shared.softmax_numba import as_numbers, widen
 
@@ -58,11 +59,13 @@ class ServedAttention:
             np.zeros((seen_rows, len(self.v[0].component)), np.float32),
         )
 
+        threads = min(torch.get_num_threads(), len(x.runs))
+
         def part(number: int) -> None:
-            runs = x.runs[slice(*x.parts[number])]
+            runs = x.runs[len(x.runs) * number // threads : len(x.runs) * (number + 1) // threads]
             attend(runs, pages, x.slots, first, self.k, self.v, *turning, heads, flat, x.until, *self._room(), seen)
 
-        for _ in in_threads(part, len(x.parts)):
+        for _ in in_threads(part, threads):
             pass
         mean, log_sum = np.zeros(flat.shape, np.float32), np.empty(len(flat), np.float32)
         finish(seen, of_runs, heads, self.v, self._room()[0], mean, log_sum)
@@ -89,11 +92,14 @@ def _constant_in_mean(reader: RowReader) -> Way:
 
 
 @compiled
-def _tile(rows, slots, first, bytes, a, room, z):
-    """Components with bits of at most `TILE` tokens, float32 [active, tokens]; `room` is uint8 [bytes + 1, TILE]."""
+def _tile(rows, slots, first, bytes, a, room, wide, z):
+    """Components with bits of at most `TILE` tokens, float32 [active, tokens]; `room` is uint8 [bytes + 1, TILE].
+
+    Columns up to `wide` are made, those after the tokens' of bytes that are there by chance: numbers all the same.
+    """
     columns, symbols = room[:bytes], room[bytes]
     turned_round(rows, slots, first, columns)
-    unpack(columns, len(slots), a, symbols, z)
+    unpack(columns, wide, a, symbols, z)
 
 
 @compiled
@@ -112,14 +118,14 @@ def _absorb(q, heads, k, matrix, lines, turned, constant):
         for query in range(group * per, len(q), heads):
             for head in range(0, per, of_one):
                 first = head // of_one * head_dim
-                column, own = way.column[group, first : first + head_dim], matrix[low:high, first : first + head_dim]
-                mean, rest = way.mean[group, first : first + head_dim], way.shift[group, first : first + head_dim]
+                column, mean = way.column[group, first : first + head_dim], way.mean[group, first : first + head_dim]
+                rest = way.shift[group, first : first + head_dim]
                 for begin in range(query + head, query + head + of_one, 3):
                     several = min(3, query + head + of_one - begin)
                     for more in range(several):
                         for at in range(head_dim):
                             three[more, at] = q[begin + more, at] * column[at]
-                    products(three, own, head_dim, found)
+                    products(three, matrix[low:high], first, head_dim, found)
                     for more in range(several):
                         row = begin + more
                         lines[row, : high - low] = found[more, : high - low]
@@ -148,7 +154,7 @@ def attend(runs, rows, slots, first, k, v, cos, sin, heads, q, until, matrix, z,
     k, v : (Active, Way)
         Of each stream.
     cos, sin : array
-        float32 [head_dim / 2, positions].
+        float32 [head_dim / 2, positions and fifteen more].
     heads : int
         Of queries; neighbouring ones share one of K and V.
     q : array
@@ -176,26 +182,27 @@ def attend(runs, rows, slots, first, k, v, cos, sin, heads, q, until, matrix, z,
         _absorb(own, heads, k, matrix, lines, turned, constant)
         for start in range(0, tokens, TILE):
             now, at = slots[begin + start : begin + min(start + TILE, tokens)], position + start
-            _tile(rows, now, 0, k_bytes, ka, room, z)
+            wide = (len(now) + LANES - 1) // LANES * LANES  # whole vectors; what is after the tokens weighs nothing
+            _tile(rows, now, 0, k_bytes, ka, room, wide, z)
             for row in range(count):
-                scores[row, : len(now)] = constant[row]
+                scores[row, :wide] = constant[row]
             for group in range(groups):
                 low, high = first_of(group, ka), first_of(group + 1, ka)
                 for one in range(group * per, count, heads):
-                    own_scores = scores[one : one + per, : len(now)]
+                    own_scores = scores[one : one + per, :wide]
                     add_lines(lines[one : one + per, : high - low], z[low:high], 0, own_scores)
                     add_lines(turned[one : one + per, :half], cos, at, own_scores)
                     add_lines(turned[one : one + per, half:], sin, at, own_scores)
             for row in range(count):
-                out = scores[row, : len(now)]
+                out = scores[row, :wide]
                 known = min(max(until[query + row // heads] - at, 0), len(now))
                 weigh(out, known, row, top, weight, total, powers, floats)
-            _tile(rows, now, first, v_bytes, va, room, z)
+            _tile(rows, now, first, v_bytes, va, room, wide, z)
             for group in range(groups):
                 low, high = first_of(group, va), first_of(group + 1, va)
                 for one in range(group * per, count, heads):
                     for row in range(one, one + per, 3):
-                        products(scores[row : row + 3], z[low:high], len(now), found)
+                        products(scores[row : row + 3], z[low:high], 0, wide, found)
                         for more in range(min(3, one + per - row)):
                             for line in range(high - low):
                                 total[row + more, low + line] += found[more, line]
@@ -229,22 +236,23 @@ def finish(seen, of_runs, heads, v, matrix, mean, log_sum):
     total = np.zeros((len(mean), seen.sum.shape[1]), np.float32)
     over_runs(seen, of_runs, heads, total, log_sum)
     matrix_of(way.halves, way.row, a.component, matrix)
-    for to in range(len(mean)):
-        group, head = to % heads // per, to % heads % per
-        low, high, first = first_of(group, a), first_of(group + 1, a), head // of_one * head_dim
-        own = mean[to]
-        add_lines(total[to : to + 1, low:high], matrix[low:high], first, mean[to : to + 1])
+    for to in range(0, len(mean), of_one):
+        group, first = to % heads // per, to % heads % per // of_one * head_dim
+        low, high = first_of(group, a), first_of(group + 1, a)
+        add_lines(total[to : to + of_one, low:high], matrix[low:high], first, mean[to : to + of_one])
         column, constant = way.column[group, first : first + head_dim], way.shift[group, first : first + head_dim]
         first_mean = way.mean[group, first : first + head_dim]
-        for at in range(head_dim):
-            own[at] = own[at] * column[at] + constant[at] + first_mean[at]
+        for row in range(to, to + of_one):
+            own = mean[row]
+            for at in range(head_dim):
+                own[at] = own[at] * column[at] + constant[at] + first_mean[at]
 
 
-# ------------------------------------------------------------------------------------------------------ few tokens
+# ---------------------------------------------------------------------------------------------------------- writing
 
 
 class ServedWriter:
-    """Few tokens of one layer coded into their rows, K and V by one call.
+    """Tokens of one layer coded into their rows, K and V by one call.
 
     Parameters
     ----------
@@ -264,9 +272,12 @@ class ServedWriter:
         V's bytes begin at `first` of a row. `turn` are cosines and sines float32 [positions, head_dim], and `at` the
         positions of the tokens, int64 [n].
         """
-        matrix = lent("served matrix", (self.most, self.k[1].mean.shape[1]))
+        room = (
+            lent("served matrix", (self.most, self.k[1].mean.shape[1])),
+            lent("served bytes", (rows.shape[1], TILE), np.uint8),
+        )
         k, v = (as_numbers(x if x.dtype == torch.bfloat16 else x.float()) for x in (k, v))
-        return write(k, v, *turn, at, self.k, self.v, rows.numpy(), slots, first, matrix)
+        return write(k, v, *turn, at, self.k, self.v, rows.numpy(), slots, first, *room)
 
 
 @compiled
@@ -277,23 +288,22 @@ def _components(x, a, way, apart, matrix, z):
     """
     heads, tokens, head_dim = x.shape
     groups, width = way.mean.shape
-    flat, one = np.zeros((tokens + 2, heads * head_dim), np.float32), np.empty(head_dim, np.float32)
+    flat, one = np.zeros((groups, tokens + 2, width), np.float32), np.empty(head_dim, np.float32)
     ints, found = one.view(np.int32), np.empty((3, len(matrix)), np.float32)
     column, mean = way.column.reshape(-1), way.mean.reshape(-1)
     for token in range(tokens):
         for head in range(heads):
-            first = head * head_dim
+            first, own = head * head_dim, flat[head * head_dim // width, token]
             widen(x[head, token], one, ints)
             for at in range(head_dim):
                 less = one[at] - mean[first + at] - apart[token, first + at]
-                flat[token, first + at] = less * column[first + at]
+                own[first % width + at] = less * column[first + at]
     matrix_of(way.halves, way.row, a.component, matrix)
     wrong = 0
     for group in range(groups):
         low, high = first_of(group, a), first_of(group + 1, a)
         for token in range(0, tokens, 3):
-            own = flat[token : token + 3, group * width : (group + 1) * width]
-            products(own, matrix[low:high], width, found)
+            products(flat[group, token : token + 3], matrix[low:high], 0, width, found)
             for more in range(min(3, tokens - token)):
                 for line in range(high - low):
                     value = found[more, line]
@@ -303,17 +313,38 @@ def _components(x, a, way, apart, matrix, z):
 
 
 @compiled
-def _put(z, a, row):
-    """The symbols of one token's components with bits [active] into its bytes."""
-    row[:] = 0
-    for number in range(len(a.component)):
-        symbol = uint8(place_of(z[number], a.values, a.table[number], a.most[number]))
-        for digit in range(a.digit[number], a.digit[number + 1]):
-            row[a.byte[digit]] |= ((symbol >> a.up[digit]) & a.mask[digit]) << a.down[digit]
+def _put(z, a, rows, slots, first, bytes, room):
+    """The symbols of tokens' components with bits [n, active] into so many of their rows' bytes, a tile at a time.
+
+    `room` is uint8 [bytes or more, TILE].
+    """
+    line, places, symbols = np.empty(TILE, np.float32), np.empty(TILE, np.int32), np.empty(TILE, np.uint8)
+    for start in range(0, len(z), TILE):
+        count = min(TILE, len(z) - start)
+        room[:bytes, :count] = 0
+        for number in range(len(a.component)):
+            table, most = a.table[number], a.most[number]
+            if count < SEVERAL:
+                for token in range(count):
+                    symbols[token] = place_of(z[start + token, number], a.values, table, most)
+            else:
+                for token in range(count):
+                    line[token] = z[start + token, number]
+                places_of(line[:count], a.values, table, most, places[:count])
+                for token in range(count):
+                    symbols[token] = places[token]
+            for digit in range(a.digit[number], a.digit[number + 1]):
+                own, up, mask, down = room[a.byte[digit]], a.up[digit] & 7, a.mask[digit], a.down[digit] & 7
+                for token in range(count):
+                    own[token] |= uint8(uint8(uint8(symbols[token] >> up) & mask) << down)
+        for token in range(count):
+            row = rows[slots[start + token], first : first + bytes]
+            for at in range(bytes):
+                row[at] = room[at, token]
 
 
 @compiled
-def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, matrix):
+def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, matrix, room):
     """See `ServedWriter`; both streams are made components before a byte is written."""
     (ka, kw), (va, vw) = k_tables, v_tables
     tokens, half, mean = k.shape[1], cos.shape[1] // 2, kw.mean.reshape(-1)
@@ -329,8 +360,6 @@ def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, mat
     v_z = np.empty((tokens, len(va.component)), np.float32)
     if not (_components(k, ka, kw, apart, matrix, k_z) and _components(v, va, vw, nothing, matrix, v_z)):
         return False
-    for token in range(tokens):
-        row = rows[slots[token]]
-        _put(k_z[token], ka, row[:first])
-        _put(v_z[token], va, row[first:])
+    _put(k_z, ka, rows, slots, 0, first, room)
+    _put(v_z, va, rows, slots, first, rows.shape[1] - first, room)
     return True

@@ -18,7 +18,7 @@ from kvlab.codecs.klt.bits import VALUE_BITS
 from kvlab.codecs.klt.fields import COUNT_BITS
 from kvlab.codecs.klt.reading import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
 from kvlab.codecs.klt.scales import PLAIN, SCALE_BITS
-from kvlab.codecs.klt.vectors_numba import floats_of, look_up, symbols_of
+from kvlab.codecs.klt.vectors_numba import floats_of, look_up, symbols_of, turned_round
 from kvlab.codecs.shared.compiled import compiled
 
 TILE = 256  # tokens: their symbols and components stay in a near cache, and a step over them pays its beginning
@@ -167,15 +167,6 @@ class Beside(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------- rows to components
-
-
-@compiled
-def turned_round(rows, slots, first, columns):
-    """Bytes of tokens, each byte's side by side, into uint8 [bytes, TILE]."""
-    for token in range(len(slots)):
-        row = rows[slots[token], first : first + len(columns)]
-        for at in range(len(row)):
-            columns[at, token] = row[at]
 
 
 @compiled

@@ -220,11 +220,18 @@ def first_of(group, a):
 
 
 @compiled
-def _symbols(z, group, a, symbols):
-    """Symbols of components z [n, width] of a group, into uint8 [n, width]; those without bits stay.
+def places_of(line, values, first, count, found):
+    """`place_of` of many values [n], into int32 [n]: all boundaries are counted that lie below each, as vectors."""
+    found[:] = 0
+    for edge in range(first, first + count):
+        boundary = (values[edge] + values[edge + 1]) * float32(0.5)
+        for token in range(len(line)):
+            found[token] += 1 if line[token] > boundary else 0
 
-    Of many, all boundaries are counted that lie below each: a compiler makes vectors of that.
-    """
+
+@compiled
+def _symbols(z, group, a, symbols):
+    """Symbols of components z [n, width] of a group, into uint8 [n, width]; those without bits stay."""
     tokens, width = z.shape
     line, found = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
     for number in range(first_of(group, a), first_of(group + 1, a)):
@@ -234,11 +241,8 @@ def _symbols(z, group, a, symbols):
                 symbols[token, at] = place_of(z[token, at], a.values, first, count)
             continue
         for token in range(tokens):
-            line[token], found[token] = z[token, at], 0
-        for edge in range(first, first + count):
-            boundary = (a.values[edge] + a.values[edge + 1]) * float32(0.5)
-            for token in range(tokens):
-                found[token] += 1 if line[token] > boundary else 0
+            line[token] = z[token, at]
+        places_of(line, a.values, first, count, found)
         for token in range(tokens):
             symbols[token, at] = found[token]
 

@@ -11,6 +11,8 @@ LANES = 16
 FLOATS, WHOLES, BYTES, HALVES = (
     ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(8), ir.HalfType())
 )
+WIDE = 64  # bytes of the widest vector
+MANY, PAIRS = ir.VectorType(ir.IntType(8), WIDE), ir.VectorType(ir.IntType(16), WIDE // 2)
 
 
 def vector_at(context, builder, kind, array, index, vector):
@@ -29,5 +31,10 @@ def row_at(context, builder, kind, array, row):
 
 def splat(builder, number, kind):
     """A vector of one number."""
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(WHOLES, [0] * LANES))
+    nothing = ir.Constant(kind, ir.Undefined)
+    return shuffled(builder, builder.insert_element(nothing, number, ir.IntType(32)(0)), nothing, [0] * kind.count)
+
+
+def shuffled(builder, one, other, places):
+    """The elements at `places` of two vectors, those of the second after those of the first."""
+    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(ir.IntType(32), len(places)), list(places)))

@@ -87,14 +87,15 @@ def add_lines(weights, lines, at, out):
 
 
 @compiled
-def products(weights, z, count, out):
-    """Sums of the rows of z by the weights of `count` tokens, of three queries at once, into float32 [3, rows].
+def products(weights, z, at, count, out):
+    """Sums of the rows of z, `count` of their columns from `at` on, by three rows of weights, into float32 [3, rows].
 
     Four rows at once: what is read of weights and rows serves twelve sums.
     """
     u, v, w = weights[0], weights[1], weights[2]
     for line in range(0, len(z) - 3, 4):
-        a, b, c, d = z[line], z[line + 1], z[line + 2], z[line + 3]
+        a, b = z[line, at : at + count], z[line + 1, at : at + count]
+        c, d = z[line + 2, at : at + count], z[line + 3, at : at + count]
         ua = ub = uc = ud = va = vb = vc = vd = wa = wb = wc = wd = float32(0)
         for token in range(count):
             ua += u[token] * a[token]
@@ -115,7 +116,8 @@ def products(weights, z, count, out):
     for line in range(len(z) // 4 * 4, len(z)):
         ua = va = wa = float32(0)
         for token in range(count):
-            ua += u[token] * z[line, token]
-            va += v[token] * z[line, token]
-            wa += w[token] * z[line, token]
+            one = z[line, at + token]
+            ua += u[token] * one
+            va += v[token] * one
+            wa += w[token] * one
         out[0, line], out[1, line], out[2, line] = ua, va, wa

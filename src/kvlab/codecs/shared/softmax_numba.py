@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlab.codecs.shared.compiled import compiled
+from kvlab.codecs.shared.lines_numba import add_lines, products
 
 
 @compiled
@@ -89,40 +90,40 @@ def add_exact(queries, rows, seen, q, stored, scale, mean, log_sum):
     kv_heads, places, head_dim = stored.shape[2:]
     heads = q.shape[1]
     per = heads // kv_heads
-    own, scores = np.empty(places, np.int64), np.empty(places, np.float32)
-    powers, tokens = np.empty(places, np.int32), np.empty((places, head_dim), np.float32)
-    floats, ints, one = powers.view(np.float32), tokens.view(np.int32), np.empty(head_dim, np.float32)
-    bits, total = one.view(np.int32), np.empty((per, head_dim), np.float32)
-    weights, tops, sums = np.empty((per, places), np.float32), np.empty(per, np.float32), np.empty(per, np.float32)
+    tokens, own = np.empty(places * head_dim, np.float32), np.zeros((3, head_dim), np.float32)
+    ints, bits, as_rows = tokens.view(np.int32), own.view(np.int32), tokens.reshape((places, head_dim))
+    powers, scores, weights = (
+        np.empty(places, np.int32),
+        np.empty((3, places), np.float32),
+        np.empty((per, places), np.float32),
+    )
+    floats, total = powers.view(np.float32), np.empty((per, head_dim), np.float32)
+    tops, sums = np.empty(per, np.float32), np.empty(per, np.float32)
     for number in range(len(queries)):
-        query, row, count = queries[number], rows[number], 0
-        for place in range(places):
-            if seen[number, place]:
-                own[count] = place
-                count += 1
-        if count == 0:
+        query, row, looked = queries[number], rows[number], seen[number]
+        if not looked.any():
             continue
         for head in range(kv_heads):
-            for at in range(count):
-                widen(stored[0, row, head, own[at]], tokens[at], ints[at])
-            for more in range(per):
-                widen(q[query, head * per + more], one, bits)
-                top = -np.inf
-                for at in range(count):
-                    score, token = float32(0), tokens[at]
-                    for dim in range(head_dim):
-                        score += one[dim] * token[dim]
-                    scores[at] = score * scale
-                    top = max(top, scores[at])
-                sums[more] = exponentials(scores[:count], top, powers, floats)
-                tops[more], weights[more, :count] = top, scores[:count]
+            widen(stored[0, row, head].reshape(-1), tokens, ints)
+            for first in range(0, per, 3):
+                several = min(3, per - first)
+                for more in range(several):
+                    widen(q[query, head * per + first + more], own[more], bits[more])
+                products(own, as_rows, 0, head_dim, scores)
+                for more in range(several):
+                    out, top = weights[first + more], float32(-np.inf)
+                    for at in range(places):
+                        out[at] = scores[more, at] * float32(scale) if looked[at] else float32(-np.inf)
+                        top = max(top, out[at])
+                    exponentials(out, top, powers, floats)
+                    found = float32(0)
+                    for at in range(places):
+                        out[at] = out[at] if looked[at] else float32(0)
+                        found += out[at]
+                    tops[first + more], sums[first + more] = top, found
+            widen(stored[1, row, head].reshape(-1), tokens, ints)
             total[:] = 0
-            for at in range(count):
-                widen(stored[1, row, head, own[at]], one, bits)
-                for more in range(per):
-                    weight, out = weights[more, at], total[more]
-                    for dim in range(head_dim):
-                        out[dim] += weight * one[dim]
+            add_lines(weights, as_rows, 0, total)
             for more in range(per):
                 to = head * per + more
                 found = tops[more] + np.log(sums[more])
