@@ -59,7 +59,7 @@ test-nightly: $(READY)  ## schedulers, S3, handovers, kills, most of vLLM, the p
 	@$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly $(ARGS)
 
 wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there (ARGS='--with newest')
-	@"$(BIN)/python" workflow/scripts/wheel_test.py $(ARGS)
+	@"$(BIN)/python" validation/wheel.py $(ARGS)
 
 lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml and config/ against the rules
 	"$(BIN)/ruff" check src tests workflow validation docs/conf.py

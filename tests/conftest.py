@@ -15,8 +15,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
 # They share the session's engines: one process runs them all.
 ONE_ENGINE = ("engines", "calibration", "measure", "pipeline/studies")
-# Folders that take longest, the longest first; the others fill up the time beside them.
-LONG = ("workflow/lab", *ONE_ENGINE, "codec", "kvstore/vllm", "cache", "workflow", "gate", "cli", "kvstore")
+# So do these, each what its tests share; files of other folders fill up the time beside them.
+TOGETHER = ("workflow/lab", "gate", "workflow", "kvstore/vllm")
+# What takes longest comes first.
+LONG = (*ONE_ENGINE, *TOGETHER, "pipeline", "cache", "codec", "cli", "evals", "text", "kvstore", "validation")
 settings.load_profile(FIRST)  # unless --hypothesis-profile names the other
 
 
@@ -29,7 +31,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each test has one tier; begin with the folders in `LONG`."""
+    """Each test has one tier; begin with the folders in `LONG`, in this order."""
     for item in items:
         try:
             tier({mark.name for mark in item.iter_markers()})
@@ -45,18 +47,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Of several processes (`pytest -n 2`), each takes a folder at a time: what its tests share is made once.
+    """Of several processes (`pytest -n 2`), each takes a file at a time, or a folder of which the tests share much.
 
-    So does all of `ONE_ENGINE`: vLLM starts once.
+    All of `ONE_ENGINE` is one: vLLM starts once.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFolder(LoadScopeScheduling):
+    class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = nodeid.partition("::")[0].rpartition("/")[0]
-            return "engine" if folder.removeprefix("tests/") in ONE_ENGINE else folder
+            file = nodeid.partition("::")[0]
+            folder = file.rpartition("/")[0].removeprefix("tests/")
+            return "engine" if folder in ONE_ENGINE else folder if folder in TOGETHER else file
 
-    return ByFolder(config, log)
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

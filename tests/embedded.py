@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from pathlib import Path
 
 import yaml
@@ -15,7 +17,12 @@ NAME = "reference"
 
 
 def document() -> dict:
-    """params.yaml with the preset laid over it, as a mapping."""
+    """params.yaml with the preset laid over it, as a mapping of one's own."""
+    return copy.deepcopy(_read())
+
+
+@functools.cache
+def _read() -> dict:
     with contextlib.chdir(ROOT):
         return preset(NAME, read_yaml(Path("params.yaml")))
 
@@ -25,6 +32,7 @@ def text() -> str:
     return yaml.safe_dump(document(), sort_keys=False)
 
 
+@functools.cache
 def settings() -> Settings:
     """The parameters of the embedded model, of every section."""
     with contextlib.chdir(ROOT):

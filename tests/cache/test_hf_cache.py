@@ -249,8 +249,16 @@ def test_assisted_generation_under_a_coarse_codec_is_greedy(model):
     assert torch.equal(greedy, assisted)
 
 
-@pytest.mark.parametrize("semantics", ["in_forward", "serving"])
-@pytest.mark.parametrize("recipe", [hadamard(2), kivi(2)], ids=["per token", "blocks"])
+@pytest.mark.parametrize(
+    ("recipe", "semantics"),
+    [
+        (hadamard(2), "serving"),
+        (kivi(2), "in_forward"),
+        pytest.param(hadamard(2), "in_forward", marks=pytest.mark.nightly),
+        pytest.param(kivi(2), "serving", marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_a_decoded_copy_changes_nothing_but_memory(model, recipe, semantics):
     slow, fast = (KVCache(model, recipe, semantics=semantics, window_bytes=own) for own in (0, None))
     options = dict(WAYS["beams with padding"])

@@ -75,10 +75,10 @@ def test_what_is_written_is_what_transformers_own_sliding_layers_give(engine):
     [
         ("hadamard", "serving"),
         ("kivi", "in_forward"),
-        ("klt", "in_forward"),
         ("klt, its ends exact", "serving"),
         pytest.param("hadamard", "in_forward", marks=pytest.mark.nightly),
         pytest.param("kivi", "serving", marks=pytest.mark.nightly),
+        pytest.param("klt", "in_forward", marks=pytest.mark.nightly),
         pytest.param("klt", "serving", marks=pytest.mark.nightly),
         pytest.param("klt, its ends exact", "in_forward", marks=pytest.mark.nightly),
     ],

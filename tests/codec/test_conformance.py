@@ -7,17 +7,16 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from codec.ladder_making import BLOCK, RECIPES, cases, codec, fresh, planted, storing
+from codec.ladder_making import BLOCK, CONDITIONS, RECIPES, cases, codec, fresh, own_calibration, planted, storing
 from codec.making import SITE, relative_error
+from kvlab.codecs import testing
 from kvlab.codecs.base import Site
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
+from kvlab.codecs.registry import build
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import CodecNotActive, NonFinite, StreamError
 from refusals import refused
 
-STORABLE = {
-    torch.uint8, torch.int8, torch.uint16, torch.int32, torch.float16, torch.bfloat16, torch.float32,
-}  # fmt: skip
 NO_NUMBERS = float("nan"), float("inf"), -float("inf")
 ALL = pytest.mark.parametrize("name, condition", cases())
 STORING = pytest.mark.parametrize("name, condition", storing())
@@ -53,34 +52,59 @@ def test_no_codec_is_left_out():
     assert {RECIPES[name](4).codec for name in RECIPES} == set(TENSORWISE)
 
 
-@ALL
-def test_controls_and_they_alone_are_not_packed(name, condition):
-    assert coded(name, condition, planted())[1].packed == (name not in UNSTORED)
+class Case(testing.TestedCodec):
+    """A codec of the table, with what it fits by itself."""
+
+    def codec(self, heads: int = 2, dim: int = 64):
+        return build(self.recipe, own_calibration(self.recipe.codec, heads, dim))
+
+
+def case(name, condition, bits=4) -> Case:
+    recipe = RECIPES[name](bits)
+    return Case(type(recipe)(**recipe.model_dump() | CONDITIONS[condition]))
 
 
 @ALL
-def test_any_shape_and_dtype_comes_back(name, condition):
-    shapes = (2, 1, 64), (1, BLOCK, 64), (2, BLOCK + 1, 63), (8, 2 * BLOCK + 3, 64), (1, 5, 6)
-    for shape, dtype in product(shapes, (torch.float32, torch.bfloat16)):
-        x = planted(*shape).to(dtype)
-        _, encoded, decoded = coded(name, condition, x, bits=6)
-        assert (tuple(encoded.shape), encoded.layer, encoded.stream) == (shape, SITE.layer, SITE.stream)
-        assert (decoded.shape, decoded.dtype) == (x.shape, torch.float32)
-        assert all(array.is_contiguous() and array.dtype in STORABLE for array in arrays(encoded))
-        lost = (decoded - x.float()).square().sum() / x.float().square().sum()
-        assert lost < 0.05, (shape, dtype)  # nf4 has four bits in any case
+@pytest.mark.parametrize("check", [testing.codes_any_shape_and_dtype, testing.refuses_what_it_cannot_code])
+def test_it_passes_the_checks_of_every_codec(name, condition, check):
+    check(case(name, condition))
 
 
 @STORING
-def test_tensors_of_a_batch_are_coded_independently(name, condition):
-    first, second = planted(draw=1), 3 * planted(draw=2)
-    chosen = codec(name, condition)
-    before, between, after = (chosen.encode(x, SITE) for x in (first, second, first))
-    assert same(before, after) and not same(before, between)
-    assert torch.equal(chosen.decode(before), chosen.decode(after))
-    kept = chosen.decode(between)
-    second.zero_()
-    assert torch.equal(chosen.decode(between), kept)
+@pytest.mark.parametrize(
+    "check",
+    [
+        testing.codes_the_same_every_time,
+        testing.is_stored_and_read_back,
+        testing.refuses_forged_arrays,
+        testing.tells_whether_tokens_depend_on_each_other,
+    ],
+)
+def test_it_passes_the_checks_of_codecs_that_store(name, condition, check):
+    check(case(name, condition))
+    assert case(name, condition).codec().per_token == (name not in TOGETHER)
+
+
+@ALL
+def test_six_bits_lose_little(name, condition):
+    for shape in ((2, 1, 64), (2, BLOCK + 1, 63), (1, 5, 6)):
+        x = planted(*shape)
+        lost = (coded(name, condition, x, bits=6)[2] - x).square().sum() / x.square().sum()
+        assert lost < 0.05, shape  # nf4 has four bits in any case
+
+
+def test_what_cannot_be_coded_is_named():
+    x = planted()
+    x[1, 3, 5] = float("nan")
+    with refused(NonFinite, None, "layer 1 k", "window 7"):
+        codec("klt").encode(x, Site(window=7, layer=1, stream="k"))
+    with refused(CodecNotActive, "not-active.no-values", "layer 1 k"):
+        codec("klt").encode(x[:, :0], SITE)
+
+
+@ALL
+def test_controls_and_they_alone_are_not_packed(name, condition):
+    assert coded(name, condition, planted())[1].packed == (name not in UNSTORED)
 
 
 @ALL
@@ -122,68 +146,12 @@ def test_bytes_are_real(name, condition):
         assert len(data) * 8 / x.numel() < 3 + 2 + 0.5  # float16 minimum and step for every 16 values at the most
 
 
-@STORING
-def test_each_block_decodes_alone_to_the_same_values(name, condition):
-    for tokens in (1, 2 * BLOCK, 3 * BLOCK + 1):
-        x = planted(tokens=tokens)
-        chosen, encoded, decoded = coded(name, condition, x)
-        seen = torch.zeros_like(x)
-        for index in range(len(encoded.blocks)):
-            alone = read_frame(frame_bytes(encoded), only=index)
-            place, values = chosen.decode_block(alone, index)
-            assert torch.equal(values, decoded[place]), (tokens, index)
-            seen[place] += 1
-        assert torch.equal(seen, torch.ones_like(x)), tokens
-
-
 @ALL
 def test_no_other_block_than_those_that_there_are(name, condition):
     chosen, encoded, _ = coded(name, condition, planted())
     for index in (-1, -len(encoded.blocks), len(encoded.blocks)):
         with pytest.raises(IndexError, match=f"block {index} of"):
             chosen.decode_block(encoded, index)
-
-
-@ALL
-def test_non_finite_input_is_refused_by_name(name, condition):
-    x = planted()
-    for bad in NO_NUMBERS:
-        x[1, 3, 5] = bad
-        with refused(NonFinite, None, "layer 1 k", "window 7"):
-            codec(name, condition).encode(x, Site(window=7, layer=1, stream="k"))
-
-
-@ALL
-def test_no_tokens_are_refused(name, condition):
-    with refused(CodecNotActive, "not-active.no-values", "layer 1 k"):
-        codec(name, condition).encode(planted()[:, :0], SITE)
-
-
-def forgeries(array):
-    """Arrays that a recipe cannot have stored in this one's place."""
-    yield array.to(torch.int32 if array.dtype != torch.int32 else torch.uint8)
-    yield array[None]
-    yield torch.cat((array, array[:1]))
-    yield torch.cat((array, array), dim=-1)
-    yield array[:-1]
-
-
-@STORING
-def test_forged_arrays_are_refused(name, condition):
-    x = planted(tokens=BLOCK + 7)
-    chosen, encoded, _ = coded(name, condition, x)
-    first, *others = encoded.blocks
-    forged = [dataclasses.replace(encoded, blocks=blocks) for blocks in ((), tuple(others), (first, *encoded.blocks))]
-    for index, array in enumerate(first):
-        for wrong in forgeries(array):
-            block = (*first[:index], wrong, *first[index + 1 :])
-            forged.append(dataclasses.replace(encoded, blocks=(block, *others)))
-    forged.append(dataclasses.replace(encoded, blocks=(first[:-1], *others)))
-    forged.append(dataclasses.replace(encoded, blocks=((*first, first[0]), *others)))
-    forged.append(dataclasses.replace(encoded, shared=(first[0],)))
-    for each in forged:
-        with pytest.raises(StreamError):
-            chosen.decode(each)
 
 
 @STORING
@@ -219,18 +187,6 @@ def test_forged_numbers_decode_or_are_refused(name, condition):
             blocks.append(tuple(changed))
         with contextlib.suppress(StreamError):
             assert chosen.decode(dataclasses.replace(encoded, blocks=tuple(blocks))).shape == x.shape
-
-
-@STORING
-def test_tokens_that_do_not_depend_on_each_other_may_be_cut_anywhere(name, condition):
-    x = planted(heads=2, tokens=3 * BLOCK)
-    chosen, _, decoded = coded(name, condition, x)
-    assert chosen.per_token == (name not in TOGETHER)
-    for cuts in ([1] * 3 * BLOCK, [5, 40, 1, 50], [95, 1]):
-        parts = [chosen.decode(chosen.encode(part, SITE)) for part in x.split(cuts, dim=1)]
-        apart = torch.cat(parts, dim=1)
-        assert apart.shape == x.shape
-        assert name in TOGETHER or torch.equal(apart, decoded)
 
 
 @ALL

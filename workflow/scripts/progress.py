@@ -4,13 +4,13 @@
 
 A job is known by the file of its benchmark. It is expected to take what is recorded of it, times how much slower or
 faster than recorded the jobs of this run have been so far; until enough of them have ended, nothing is said. What is
-left is planned as Snakemake runs it: so many jobs side by side, each after those that it reads.
+left takes as long as all of it on these cores, or as the longest chain of jobs that read one another.
 """
 
 from __future__ import annotations
 
 import csv
-import heapq
+import functools
 import sys
 import threading
 import time
@@ -34,15 +34,12 @@ class Job:
         Seconds, as recorded; None where neither it nor its like is.
     needs : list of Job
         Those that it waits for.
-    priority : int
-        Of two that could begin, the one with more does.
     began, ended : float or None
         Times, where known.
     """
 
     expected: float | None
     needs: list[Job] = field(default_factory=list)
-    priority: int = 0
     began: float | None = None
     ended: float | None = None
 
@@ -67,32 +64,22 @@ def left(jobs, now, cores):
     factor = pace(jobs, now)
     if factor is None:
         return None
-    free, waiting = [], []
-    for job in jobs:
-        if job.ended is None and job.began is not None:
-            gone = now - job.began
-            free.append((max((job.expected or 0.0) * factor - gone, OVERDUE * gone), job))
-        elif job.ended is None:
-            waiting.append(job)
-    return planned(free, waiting, factor, cores)
+    seconds = {job: lasts(job, now, factor) for job in jobs}
+
+    @functools.cache
+    def until(job):
+        """Seconds until a job has ended, if it waits for no core."""
+        return seconds[job] + max((until(other) for other in job.needs if other.ended is None), default=0.0)
+
+    return max(sum(seconds.values()) / cores, *map(until, jobs))
 
 
-def planned(running, waiting, factor, cores):
-    """Seconds until jobs that run, as (seconds left, job), and those that wait for them have ended."""
-    running = [(seconds, number, job) for number, (seconds, job) in enumerate(running)]
-    heapq.heapify(running)
-    clock, number = 0.0, len(running)
-    open_jobs = {id(job) for job in waiting} | {id(job) for _, _, job in running}
-    waiting = sorted(waiting, key=lambda job: -job.priority)
-    while running or waiting:
-        for job in [job for job in waiting if not any(id(other) in open_jobs for other in job.needs)]:
-            if len(running) < cores:
-                number += 1
-                heapq.heappush(running, (clock + (job.expected or 0.0) * factor, number, job))
-                waiting.remove(job)
-        clock, _, ended = heapq.heappop(running)
-        open_jobs.discard(id(ended))
-    return clock
+def lasts(job, now, factor):
+    """Seconds that a job still takes, at a pace."""
+    if job.ended is not None:
+        return 0.0
+    gone = now - job.began if job.began is not None else 0.0
+    return max((job.expected or 0.0) * factor - gone, OVERDUE * gone)
 
 
 def expected(name, recorded):
@@ -132,7 +119,7 @@ class Run:
         recorded = read()
         self.dag, self.cores, self.start = dag, cores, time.time()
         working = [job for job in dag.needrun_jobs(exclude_finished=False) if job.benchmark]
-        self.jobs = {job: Job(expected(name_of(job.benchmark), recorded), [], job.priority) for job in working}
+        self.jobs = {job: Job(expected(name_of(job.benchmark), recorded)) for job in working}
         for job, known in self.jobs.items():
             known.needs = [self.jobs[other] for other in dag.dependencies[job] if other in self.jobs]
 

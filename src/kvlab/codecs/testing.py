@@ -271,11 +271,14 @@ def forgeries(encoded: Encoded) -> Iterator[tuple[str, Encoded]]:
             ("another dtype", array.to(dtype)),
             ("a dimension more", array[None]),
             ("a longer array", torch.cat((array, array[:1]))),
+            ("a wider array", torch.cat((array, array), dim=-1)),
             ("a shorter array", array[:-1]),
         ):
             blocks.append((f"{what} in place {number}", ((*first[:number], wrong, *first[number + 1 :]), *others)))
     for what, forged in blocks:
         yield what, dataclasses.replace(encoded, blocks=forged)
+    if not encoded.shared:
+        yield "an array for all blocks", dataclasses.replace(encoded, shared=(first[0],))
 
 
 def arrays_of(encoded: Encoded) -> list[Tensor]:

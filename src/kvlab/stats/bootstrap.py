@@ -14,7 +14,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -70,7 +70,7 @@ class Estimate:
 
     def to_json(self) -> dict:
         """The fields as a plain dict."""
-        return asdict(self)
+        return dict(vars(self))
 
 
 @dataclass(frozen=True, eq=False)

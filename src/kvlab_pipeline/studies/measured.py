@@ -76,8 +76,8 @@ class Results:
             m
             for m in self.cells
             if m.cell.study == study
-            and (role is None or m.role == role)
             and all(getattr(m.cell, name) == value for name, value in attributes.items())
+            and (role is None or m.role == role)
         ]
 
     def run_column(

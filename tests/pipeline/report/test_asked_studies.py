@@ -9,10 +9,7 @@ from kvlab_pipeline.report.metrics import build
 from kvlab_pipeline.report.schema import OPTIONAL
 from kvlab_pipeline.report.verdict import judge
 from kvlab_pipeline.studies.register import chapters
-from pipeline.report import test_comparison
 from pipeline.report.synthetic import Effects, small_params, write_results
-
-no_pictures = test_comparison.no_pictures
 
 
 @pytest.fixture(scope="module")

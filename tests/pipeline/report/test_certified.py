@@ -12,7 +12,7 @@ from kvlab.core.errors import NonFinite, UserError
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab_pipeline.gate_page.row_summary import RowSummary
 from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION
-from kvlab_pipeline.report import figures, findings, use
+from kvlab_pipeline.report import findings, use
 from kvlab_pipeline.report.certified import context, sentence
 from pipeline.report.example_metrics import build, verdict
 from pipeline.report.shipped import shipped
@@ -50,12 +50,6 @@ def claims(model):
     answers = [answer | {"model": model, "row_id": "b", "word": "certified"}]
     told = {"schema_version": SCHEMA_VERSION, "registry": "r", "current": "c", "counts": counts}
     return told | {"answers": answers, "rows": rows}
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Drawing is what takes time."""
-    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(str(name)))
 
 
 @pytest.fixture

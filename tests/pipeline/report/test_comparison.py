@@ -14,8 +14,7 @@ from kvlab.cli.main import main
 from kvlab.core.errors import MixedIdentity
 from kvlab.core.records import read_json, write_json
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import svg
-from kvlab_pipeline.report import comparison, figures, findings
+from kvlab_pipeline.report import comparison, findings
 from kvlab_pipeline.report.across import families, verdict
 from kvlab_pipeline.report.claims import resolved
 from kvlab_pipeline.report.digest import with_digest
@@ -30,15 +29,9 @@ from refusals import refused
 MORE = 0.02  # KL that the further model's `variance_ratio` costs beyond the first model's
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text("<svg></svg>"))
-    monkeypatch.setattr(svg, "inline", lambda _figure, _name, _width: "<svg></svg>")
-
-
 @pytest.fixture(scope="module")
 def params():
-    return small_params(stats={"resamples": 400})
+    return small_params(studies=["cells"], stats={"resamples": 400})
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gate.test_page import CONTEXT, objects, read
-from kvlab_pipeline.gate_page import page as gate_page
 from kvlab_pipeline.report import comparison, findings, readme
 from kvlab_pipeline.report.metrics import disclosure
 from kvlab_pipeline.report.verdict import judge
@@ -15,7 +13,7 @@ from pipeline.report.example_metrics import build, verdict
 from pipeline.report.test_findings import some_params
 
 SAID = "The weights are 4-bit ones, dequantised."
-large, no_pictures, params, small = compared.large, compared.no_pictures, compared.params, compared.small
+params, small = compared.params, compared.small
 
 
 def told(metrics: dict) -> dict:
@@ -44,20 +42,11 @@ def test_the_readme_says_it_under_its_headline(tmp_path):
     assert SAID in path.read_text()
 
 
-def test_a_comparison_says_it_of_every_model_that_it_holds(small, large, params, tmp_path):
-    found = comparison.build([small, told(large)])
+def test_a_comparison_says_it_of_every_model_that_it_holds(small, params, tmp_path):
+    found = comparison.build([small, told(compared.named(small, "large"))])
     findings.write(params, small, judge(params, small), tmp_path / "FINDINGS.md", comparison=found)
     section = (tmp_path / "FINDINGS.md").read_text().partition("## Across models")[2].partition("\n## ")[0]
     assert f"`large`: {SAID}" in section
-
-
-def test_the_gate_says_it_on_both_pages(tmp_path):
-    rows = read(tmp_path, objects())
-    model = gate_page.write(rows, CONTEXT, tmp_path / "GATE.md").rows[0].model
-    gate_page.write(rows, CONTEXT, tmp_path / "GATE.md", disclosures={model: SAID, "elsewhere": "Not here."})
-    for name in ("GATE.md", "GATE-reasons.md"):
-        text = (tmp_path / name).read_text()
-        assert f"{model}: {SAID}" in text and "Not here." not in text
 
 
 @pytest.mark.parametrize("engines", [("hf",)])

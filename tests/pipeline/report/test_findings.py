@@ -28,12 +28,6 @@ NUMERAL = re.compile(r"(?<![A-Za-z_\d.])\d[\d.]*(?:e-?\d+)?")
 PART = re.compile(r"(?<![A-Za-z_\d.])[-+]?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Drawing is what takes time; ``test_figures.py`` draws, and draws twice."""
-    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(f"{name} of {len(table)}"))
-
-
 def some_params(seed: int = 0) -> Params:
     changes = {
         name: round((0.3 + seed) / number / 37, 5)

@@ -18,7 +18,6 @@ import pytest
 import embedded
 from kvlab.core.errors import Fault
 from kvlab.output import format as fmt
-from kvlab_pipeline.rendering import svg
 from kvlab_pipeline.rendering.figure import DARK, INK, PALE, PAPER
 from kvlab_pipeline.rendering.html import body
 from kvlab_pipeline.report import figures, findings, page
@@ -26,15 +25,7 @@ from pipeline.report.example_metrics import build, verdict
 from refusals import refused
 
 ROOT = Path(__file__).parents[3]
-PICTURE = '<svg viewBox="0 0 20 20"></svg>'
 VOID = {"meta", "img", "br", "link", "input", "hr"}
-
-
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch):
-    """What takes time is left out: the drawing, which ``test_figures.py`` looks after."""
-    monkeypatch.setattr(svg, "write", lambda _figure, path: path.write_text(PICTURE))
-    monkeypatch.setattr(svg, "inline", lambda _figure, _name, _width: PICTURE)
 
 
 def render(folder: Path, metrics: dict, judged: dict | None = None) -> tuple[str, str]:

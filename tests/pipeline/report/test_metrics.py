@@ -38,11 +38,18 @@ from pipeline.report.synthetic import (
 from refusals import refused
 
 DEFAULT = ("klt", "hf", "snapshot")
+BOOT = Bootstrap(600, 0.95, 0)
 ESTIMATE = {"value", "low", "high", "n_windows", "n_tokens", "method", "confidence", "n_documents"}
 
 
 def run(params, paths):
     return build(params, paths.sources)
+
+
+def agreed(params, folder, effects):
+    """What is said of the engines' agreement where this is planted."""
+    agreement, why = agreement_entry(params, collect(params, write_results(folder, params, effects)), BOOT)
+    return agreement, why
 
 
 def collect(params, paths):
@@ -70,23 +77,33 @@ def metrics(params, whole):
     return run(params, whole)
 
 
+@pytest.fixture(scope="module")
+def few():
+    """The same with fewer studies, for what is refused of any."""
+    return small_params(studies=["cells", "layers", "noise"], noise={"sigmas": [0.03, 0.1]})
+
+
+@pytest.fixture(scope="module")
+def few_results(few, tmp_path_factory):
+    return write_results(tmp_path_factory.mktemp("few"), few)
+
+
 @pytest.fixture
-def paths(whole, tmp_path):
+def paths(few_results, tmp_path):
     """A copy of the planted results that a test may spoil."""
-    origin = whole.choice.parents[2]
+    origin = few_results.residual[0].parents[2]
     shutil.copytree(origin, tmp_path, dirs_exist_ok=True)
 
     def moved(path):
         return tmp_path / path.relative_to(origin)
 
     return Paths(
-        baseline=[moved(path) for path in whole.baseline],
-        jobs=[moved(path) for path in whole.jobs],
-        codebooks=[moved(path) for path in whole.codebooks],
-        sigmas=[moved(path) for path in whole.sigmas],
-        residual=[moved(path) for path in whole.residual],
-        choice=moved(whole.choice),
-        ladder=moved(whole.ladder),
+        baseline=[moved(path) for path in few_results.baseline],
+        jobs=[moved(path) for path in few_results.jobs],
+        codebooks=[moved(path) for path in few_results.codebooks],
+        sigmas=[moved(path) for path in few_results.sigmas],
+        residual=[moved(path) for path in few_results.residual],
+        choice=None,
     )
 
 
@@ -204,7 +221,7 @@ def test_cells(metrics):
     assert identity["kl_net"]["value"] == 0 and identity["variance_ratio"] is None
 
 
-def test_flips_are_counted_by_the_label(params, paths):
+def test_flips_are_counted_by_the_label(few, paths):
     """Plant three flips: right to wrong, wrong to right, wrong to wrong."""
 
     def plant(record, tokens):
@@ -225,17 +242,17 @@ def test_flips_are_counted_by_the_label(params, paths):
     edit_job(paths, "cells", plant)
     planted = next(path for path in paths.jobs if path.parent.name == "cells")
     first = read_job(planted)[0].cells[0].cell_id
-    cell = next(c for c in run(params, paths)["cells"] if c["cell_id"] == first)
+    cell = next(c for c in cell_entries(few, collect(few, paths), BOOT) if c["cell_id"] == first)
     assert cell["flips_to_wrong"]["value"] == pytest.approx(1 / 192)
     assert cell["flips_to_right"]["value"] == pytest.approx(1 / 192)
     assert cell["top1_agreement"]["value"] == pytest.approx(189 / 192)
 
 
-def test_published_estimator_is_the_mean_of_window_ratios(params, paths):
-    record, tokens = read_job(paths.jobs[0])
+def test_published_estimator_is_the_mean_of_window_ratios(metrics, whole):
+    record, tokens = read_job(whole.jobs[0])
     rows = tokens.filter(pl.col("cell_id") == record.cells[0].cell_id)
     delta = (rows["nll_alt"] - rows["nll_ref"]).to_numpy().reshape(12, -1).mean(1)
-    cell = next(c for c in run(params, paths)["cells"] if c["cell_id"] == record.cells[0].cell_id)
+    cell = next(c for c in metrics["cells"] if c["cell_id"] == record.cells[0].cell_id)
     assert cell["published_estimator"]["value"] == pytest.approx(np.mean(np.exp(delta) - 1))
     assert cell["ppl_ratio"]["value"] == pytest.approx(np.exp(delta.mean()))
 
@@ -337,7 +354,7 @@ def test_changes_of_cells_are_corrected_for_one_another(metrics):
 
 
 def test_windows_of_one_document_are_resampled_together(tmp_path):
-    params = small_params(studies=["cells", "layers"])
+    params = small_params(studies=["layers"])
     documents = tuple(window // 2 for window in range(params.windows.test))
     apart = run(params, write_results(tmp_path / "apart", params))
     found = run(params, write_results(tmp_path / "found", params, documents=documents))
@@ -381,22 +398,19 @@ def test_agreement_holds(metrics):
     ],
 )
 def test_agreement_fails(factorial, tmp_path, effects, words):
-    metrics = run(factorial, write_results(tmp_path, factorial, effects))
-    agreement, why = metrics["agreement"], metrics["agreement_why"]
+    agreement, why = agreed(factorial, tmp_path, effects)
     assert agreement["state"] == "differ" and agreement["windows_needed"] is None
     assert len(why) == 2 and words in why[0]
 
 
 def test_agreement_fails_when_the_runs_are_further_apart_than_rounding_explains(factorial, tmp_path):
-    paths = write_results(tmp_path, factorial, Effects(cross_codec=1e-3, rounding=1e-6))
-    metrics = run(factorial, paths)
-    assert metrics["agreement"]["state"] == "differ" and "rounding error" in metrics["agreement_why"][0]
+    agreement, why = agreed(factorial, tmp_path, Effects(cross_codec=1e-3, rounding=1e-6))
+    assert agreement["state"] == "differ" and "rounding error" in why[0]
 
 
 @pytest.mark.parametrize("off", [0.02, -0.02])
 def test_agreement_is_open_while_the_interval_touches_the_bound(factorial, tmp_path, off):
-    metrics = run(factorial, write_results(tmp_path, factorial, Effects(codec_disagreement=off)))
-    agreement, why = metrics["agreement"], metrics["agreement_why"]
+    agreement, why = agreed(factorial, tmp_path, Effects(codec_disagreement=off))
     relative = agreement["codec"]["snapshot"]["relative_difference"]
     assert relative["low"] < off < relative["high"]
     assert agreement["state"] == "open" and len(why) == 2 and "2%" in why[0]
@@ -405,7 +419,7 @@ def test_agreement_is_open_while_the_interval_touches_the_bound(factorial, tmp_p
 
 
 def test_few_scattered_windows_leave_the_agreement_open_and_say_how_many_would_do(factorial, tmp_path):
-    agreement = run(factorial, write_results(tmp_path, factorial, Effects(float32_jitter=0.6)))["agreement"]
+    agreement, _ = agreed(factorial, tmp_path, Effects(float32_jitter=0.6))
     assert agreement["state"] == "open"
     assert agreement["windows_needed"] > factorial.windows.test
 
@@ -415,8 +429,8 @@ def test_few_scattered_windows_leave_the_agreement_open_and_say_how_many_would_d
 )
 def test_coded_runs_on_a_bound_of_rounding_are_open(factorial, tmp_path, effects):
     """KL between the runs is over the band of the codec's own, and ten times the jitter in the mean."""
-    metrics = run(factorial, write_results(tmp_path, factorial, effects))
-    assert metrics["agreement"]["state"] == "open" and "rounding error" in metrics["agreement_why"][0]
+    agreement, why = agreed(factorial, tmp_path, effects)
+    assert agreement["state"] == "open" and "rounding error" in why[0]
 
 
 # ------------------------------------------------------------------------------ smaller studies
@@ -484,52 +498,52 @@ def test_fewer_windows_in_other_dtypes_than_that_of_the_gap(tmp_path, baseline, 
         ({"versions": {"kvlab": "0.1.0"}}, "versions: kvlab | kvlab, python"),
     ],
 )
-def test_mixed_identity_is_refused(params, paths, changes, words):
+def test_mixed_identity_is_refused(few, paths, changes, words):
     edit_job(paths, "noise", lambda r, t: (r.model_copy(update={"provenance": provenance(**changes)}), t), index=1)
     with pytest.raises(MixedIdentity) as caught:
-        collect(params, paths)
+        collect(few, paths)
     assert words in str(caught.value)
 
 
-def test_results_of_another_model_are_refused(whole):
+def test_results_of_another_model_are_refused(few, few_results):
     with refused(MixedIdentity, None, "model: another | reference"):
-        collect(small_params(model={"slug": "another"}), whole)
+        collect(few.model_copy(update={"model": few.model.model_copy(update={"slug": "another"})}), few_results)
 
 
-def test_mixed_identity_of_a_baseline_run_is_refused(params, paths):
+def test_mixed_identity_of_a_baseline_run_is_refused(few, paths):
     record = read_json(paths.baseline[1])
     record["provenance"]["model_hash"] = "other"
     write_json(paths.baseline[1], record)
     with refused(MixedIdentity, None, "model_hash"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_a_job_without_calibration_is_no_mixture(params, paths):
+def test_a_job_without_calibration_is_no_mixture(few, paths):
     without = provenance(calibration={})
     edit_job(paths, "noise", lambda r, t: (r.model_copy(update={"provenance": without}), t))
-    assert collect(params, paths).provenance.calibration["hf"] == "a" * 16
+    assert collect(few, paths).provenance.calibration["hf"] == "a" * 16
 
 
-def test_other_window_sizes_are_refused(params, paths):
-    other = small_params(windows={"eval": 33})
+def test_other_window_sizes_are_refused(few, paths):
+    other = few.model_copy(update={"windows": few.windows.model_copy(update={"eval": 33})})
     with refused(MixedIdentity, None, "eval: 17 | 33"):
         collect(other, paths)
 
 
-def test_a_missing_job_is_named(params, paths):
+def test_a_missing_job_is_named(few, paths):
     gone = paths.jobs.pop(3)
     study = gone.parent.name
     with refused(MissingResult, "missing-result.cell", f"`kvlab step measure --study {study} --job {gone.stem}`"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_a_missing_baseline_run_is_named(params, paths):
+def test_a_missing_baseline_run_is_named(few, paths):
     paths.baseline.pop()
     with refused(MissingResult, "missing-result.run", "vllm-bfloat16-default"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_a_missing_cell_is_named(params, paths):
+def test_a_missing_cell_is_named(few, paths):
     def drop(record, tokens):
         gone = record.cells[0].cell_id
         kept = record.model_copy(update={"cells": record.cells[1:]})
@@ -537,7 +551,7 @@ def test_a_missing_cell_is_named(params, paths):
 
     edit_job(paths, "cells", drop)
     with refused(MissingResult, "missing-result.cell", "'k-only'"):
-        collect(params, paths)
+        collect(few, paths)
 
 
 def test_a_cell_of_other_parameters_is_refused(paths):
@@ -545,14 +559,14 @@ def test_a_cell_of_other_parameters_is_refused(paths):
         collect(small_params(bits=4), paths)
 
 
-def test_a_cell_that_is_there_twice_is_refused(params, paths):
+def test_a_cell_that_is_there_twice_is_refused(few, paths):
     paths.jobs.append(paths.jobs[0])
     with refused(StaleResult, "stale.twice", paths.jobs[0]):
-        collect(params, paths)
+        collect(few, paths)
 
 
 @pytest.mark.parametrize("field", ["cell_id", "recipe_id"])
-def test_an_id_that_is_not_that_of_its_content_is_refused(params, paths, field):
+def test_an_id_that_is_not_that_of_its_content_is_refused(few, paths, field):
     def forge(record, tokens):
         first = record.cells[0]
         forged = edit_cells(record, lambda c: c.model_copy(update={field: "f" * 12}), lambda c: c is first)
@@ -561,87 +575,87 @@ def test_an_id_that_is_not_that_of_its_content_is_refused(params, paths, field):
 
     edit_job(paths, "cells", forge)
     with refused(StaleResult, "stale.forged-id", f"{field} {'f' * 12}"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_a_forged_baseline_id_is_refused(params, paths):
+def test_a_forged_baseline_id_is_refused(few, paths):
     record, table = read_json(paths.baseline[0]), read_tokens(paths.baseline[0].with_suffix(".parquet"))
     record["cells"][0]["cell_id"] = "f" * 12
     write_json(paths.baseline[0], record)
     with_table(paths.baseline[0], table.with_columns(cell_id=pl.lit("f" * 12)))
     with refused(StaleResult, "stale.forged-id", "f" * 12):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_rows_without_a_record_are_refused(params, paths):
+def test_rows_without_a_record_are_refused(few, paths):
     edit_job(paths, "cells", lambda r, t: (r.model_copy(update={"cells": r.cells[1:]}), t))
     with refused(StaleResult, "stale.other-cells"):
-        collect(params, paths)
+        collect(few, paths)
 
 
 @pytest.mark.parametrize("column", ["kl", "nll_alt", "p_ref_max"])
-def test_non_finite_rows_are_refused(params, paths, column):
+def test_non_finite_rows_are_refused(few, paths, column):
     path = paths.jobs[0].with_suffix(".parquet")
     table = read_tokens(path)
     write_table(
         path, table.with_columns(pl.when(pl.col("position") == 70).then(float("nan")).otherwise(column).alias(column))
     )
     with refused(NonFinite, None, column):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_negative_kl_is_refused(params, paths):
+def test_negative_kl_is_refused(few, paths):
     edit_job(paths, "cells", lambda r, t: (r, t.with_columns(kl=-pl.col("kl"))))
     with refused(Fault, "fault.negative-kl"):
-        collect(params, paths)
+        collect(few, paths)
 
 
 @pytest.mark.parametrize("fires", [-1, 1])
-def test_a_codec_that_did_not_fire_as_planned_is_refused(params, paths, fires):
+def test_a_codec_that_did_not_fire_as_planned_is_refused(few, paths, fires):
     def misfire(cell):
         coding = cell.coding.model_copy(update={"fires": cell.coding.fires + fires})
         return cell.model_copy(update={"coding": coding})
 
     edit_job(paths, "factors", lambda r, t: (edit_cells(r, misfire, lambda c: c.cell.label == "kv"), t))
     with refused(CodecNotActive, "not-active.fires"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_a_codec_that_was_never_due_is_refused(params, paths):
+def test_a_codec_that_was_never_due_is_refused(few, paths):
     def idle(cell):
         return cell.model_copy(update={"coding": cell.coding.model_copy(update={"fires": 0, "expected_fires": 0})})
 
     edit_job(paths, "noise", lambda r, t: (edit_cells(r, idle, lambda c: c.cell.recipe != IDENTITY), t))
     with refused(CodecNotActive, "not-active.idle"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_a_canary_without_effect_is_refused(params, tmp_path):
+def test_a_canary_without_effect_is_refused(few, tmp_path):
     with refused(CodecNotActive, "not-active.canary"):
-        collect(params, write_results(tmp_path, params, Effects(canary=0.99e-4)))
+        collect(few, write_results(tmp_path, few, Effects(canary=0.99e-4)))
 
 
-def test_other_windows_are_refused(params, paths):
+def test_other_windows_are_refused(few, paths):
     edit_job(paths, "cells", lambda r, t: (r, t.with_columns(window=pl.col("window") + 1)))
     with refused(MixedIdentity, None, "windows: cell ", " 1..12", "expected: 0..11"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_other_positions_are_refused(params, paths):
+def test_other_positions_are_refused(few, paths):
     edit_job(paths, "cells", lambda r, t: (r, t.filter(pl.col("position") != 70)))
     with refused(MixedIdentity, None, "positions"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_other_labels_are_refused(params, paths):
+def test_other_labels_are_refused(few, paths):
     place = (pl.col("window") == 3) & (pl.col("position") == 70)
     label = pl.when(place).then(pl.col("label") + 1).otherwise("label").alias("label")
     edit_job(paths, "layers", lambda r, t: (r, t.with_columns(label)))
     with refused(MixedIdentity, None, "label at window 3 position 70"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_baseline_without_agreement_cells_is_named(params, paths):
+def test_baseline_without_agreement_cells_is_named(few, paths):
     path = next(path for path in paths.baseline if path.stem == "vllm-float32-default")
     record, table = read_json(path), read_tokens(path.with_suffix(".parquet"))
     record["cells"] = [cell for cell in record["cells"] if cell["what"] == "plain"]
@@ -649,30 +663,30 @@ def test_baseline_without_agreement_cells_is_named(params, paths):
     kept = pl.col("cell_id") == record["cells"][0]["cell_id"]
     with_table(path, table.filter(kept))
     with refused(MissingResult, "missing-result.comparison", "'identity'"):
-        run(params, paths)
+        run(few, paths)
 
 
-def test_calibration_of_another_model_is_refused(params, paths):
+def test_calibration_of_another_model_is_refused(few, paths):
     for path in (paths.codebooks[0], paths.sigmas[1]):
         data = read_json(path)
         write_json(path, data | {"model_hash": "other"})
         with refused(MixedIdentity, None, "model_hash: ", "other"):
-            run(params, paths)
+            run(few, paths)
         write_json(path, data)
 
 
-def test_codebooks_without_a_used_table_are_refused(params, paths):
+def test_codebooks_without_a_used_table_are_refused(few, paths):
     path = next(path for path in paths.codebooks if path.name == "hf.json")
     data = read_json(path)
     write_json(path, data | {"tables": [table for table in data["tables"] if table["placement"] == "pre_rope"]})
     with refused(StaleResult, "stale.no-table", "hf/k/post_rope/"):
-        run(params, paths)
+        run(few, paths)
 
 
-def test_a_table_that_stands_in_two_codebooks_is_refused(params, paths):
+def test_a_table_that_stands_in_two_codebooks_is_refused(few, paths):
     paths.codebooks.append(paths.codebooks[0])
     with refused(StaleResult, "stale.table-twice"):
-        run(params, paths)
+        run(few, paths)
 
 
 def refitted(record, kind):
@@ -685,31 +699,31 @@ def refitted(record, kind):
     return edit_cells(record, change)
 
 
-def test_cells_measured_with_tables_fitted_on_other_layers_are_refused(params, paths):
+def test_cells_measured_with_tables_fitted_on_other_layers_are_refused(few, paths):
     """Other boundary layers move every study but this one, whose cells keep their ids and had the old tables."""
     edit_job(paths, "layers", lambda r, t: (refitted(r, "table"), t))
     place = ("calibration on hf, table/", "/pre_rope/", "0" * 12, "(layers")
     with refused(MixedIdentity, None, *place, "of job layers/", "of job cells/"):
-        collect(params, paths)
+        collect(few, paths)
 
 
 @pytest.mark.parametrize("kind", ["table", "whitener"])
-def test_two_jobs_of_a_study_with_other_calibrations_are_refused(params, paths, kind):
+def test_two_jobs_of_a_study_with_other_calibrations_are_refused(few, paths, kind):
     """As measured with different --codebooks, or with another Sigma_q under the same name."""
     edit_job(paths, "factors", lambda r, t: (refitted(r, kind), t), index=1)
     with refused(MixedIdentity, None, "calibration on hf, ", f"{kind}/", "0" * 12, "of job factors/"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_a_record_that_does_not_name_its_calibration_is_refused(params, paths):
+def test_a_record_that_does_not_name_its_calibration_is_refused(few, paths):
     edit_job(paths, "factors", lambda r, t: (edit_cells(r, lambda c: c.model_copy(update={"fitted": {}})), t))
     with refused(StaleResult, "stale.other-calibration", "`kvlab step measure --study factors"):
-        collect(params, paths)
+        collect(few, paths)
 
 
-def test_another_calibration_does_not_pass_the_second_door(params, paths):
+def test_another_calibration_does_not_pass_the_second_door(few, paths):
     """Also when it came in behind gather's back."""
-    first, *others = collect(params, paths).select("factors", "codec", dtype="bfloat16", origin="hf")
+    first, *others = collect(few, paths).select("factors", "codec", dtype="bfloat16", origin="hf")
     comparable([first, *others], {"engine", "protocol", "variance_ratio"})
     other = replace(first, record=refitted_cell(first.record))
     with refused(MixedIdentity, None, "calibration on hf, "):
@@ -727,38 +741,38 @@ def refitted_cell(record):
         ({"layers": [0, 1]}, StaleResult, "stale.other-layers", ([0, 1],)),
     ],
 )
-def test_codebooks_of_another_calibration_are_refused(params, paths, change, error, code, data):
+def test_codebooks_of_another_calibration_are_refused(few, paths, change, error, code, data):
     path = next(path for path in paths.codebooks if path.name == "hf.json")
     write_json(path, read_json(path) | change)
     with refused(error, code, *data):
-        run(params, paths)
+        run(few, paths)
 
 
-def test_a_table_that_no_cell_was_measured_with_is_refused(params, paths):
+def test_a_table_that_no_cell_was_measured_with_is_refused(few, paths):
     for path in paths.codebooks:
         data = read_json(path)
         for table in data["tables"]:
             table["centroids"][0] -= 1.0
         write_json(path, data)
     with refused(StaleResult, "stale.other-table"):
-        run(params, paths)
+        run(few, paths)
 
 
-def test_a_sigma_of_another_calibration_is_refused(params, paths):
+def test_a_sigma_of_another_calibration_is_refused(few, paths):
     data = read_json(paths.sigmas[0])
     for change, named in (({"corpus_hash": "other"}, "corpus_hash: "), ({"file_hash": "other"}, "Sigma_q of hf: ")):
         write_json(paths.sigmas[0], data | change)
         with refused(MixedIdentity, None, named, "other"):
-            run(params, paths)
+            run(few, paths)
     write_json(paths.sigmas[0], data)
     paths.sigmas[0].with_suffix(".safetensors").write_bytes(b"another")
     with refused(StaleResult, "stale.other-sigma", "hf.safetensors"):
-        run(params, paths)
+        run(few, paths)
 
 
-def test_every_comparison_passes_the_door(params, paths):
+def test_every_comparison_passes_the_door(few, paths):
     """Cells changed behind gather's back are still caught by the functions that compare them."""
-    results, boot = collect(params, paths), Bootstrap(200, 0.95, 0)
+    results, boot = collect(few, paths), Bootstrap(200, 0.95, 0)
 
     def with_other_device(study, dtype, role):
         cells = [
@@ -779,11 +793,11 @@ def test_every_comparison_passes_the_door(params, paths):
         ("noise", "float32", "isotropic", structure_entries),
     ):
         with refused(MixedIdentity, None, "device: cpu | other"):
-            compare(params, with_other_device(study, dtype, role), boot)
+            compare(few, with_other_device(study, dtype, role), boot)
 
 
-def test_recipes_that_differ_outside_the_factor_refuse_to_be_compared(params, paths):
-    results = collect(params, paths)
+def test_recipes_that_differ_outside_the_factor_refuse_to_be_compared(few, paths):
+    results = collect(few, paths)
     corners = results.select("factors", "codec", dtype="bfloat16", origin="hf")
     comparable(corners, {"engine", "protocol", "variance_ratio"})
     with pytest.raises(MixedIdentity) as caught:

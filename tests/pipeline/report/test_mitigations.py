@@ -6,13 +6,11 @@ import json
 from dataclasses import replace
 
 import numpy as np
-import polars as pl
 import pytest
 
 from kvlab.core.errors import Fault, MissingResult, MixedIdentity, StaleResult
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab_pipeline.rendering import svg
 from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.report import claims as said
 from kvlab_pipeline.studies.mitigations import chapter as tables
@@ -287,14 +285,6 @@ def test_every_arm_is_drawn_once(entries, tmp_path):
     assert table.height == len(entries["arms"])
     at = {mark.row: (mark.at, mark.value) for mark in mitigations(table).marks}
     assert [at[row] for row in range(table.height)] == table.select("bits_per_value", "value").rows()
-
-
-def test_the_csv_draws_the_same_picture(entries, tmp_path):
-    table = mitigations_table({"mitigations": entries})
-    table.write_csv(tmp_path / "table.csv")
-    for path, given in (("a.svg", table), ("b.svg", pl.read_csv(tmp_path / "table.csv", infer_schema_length=None))):
-        svg.write(mitigations(given), tmp_path / path)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 def test_zeros_and_one_engine_are_drawn(entries):

@@ -9,31 +9,19 @@ from markdown_it import MarkdownIt
 
 from kvlab.output.format import table
 from kvlab.output.markdown import cell, code
-from kvlab_pipeline.rendering import svg
 from kvlab_pipeline.report import findings, readme
 from pipeline.report.example_metrics import build, verdict
 from pipeline.report.shipped import shipped
-from pipeline.report.test_html import PICTURE, Reader
+from pipeline.report.test_html import Reader
 
 EVIL = "A <script>alert(1)</script> | `b` ``c`` *d* [e](http://f) <!-- g\n# h\n```i\n</details> $j$ {{ k }}"
 CUT = EVIL.replace("\n", "\N{REPLACEMENT CHARACTER}")
 PLACES = ("title", "model", "corpus", "disclosure", "source", "calibrated")
 
 
-@pytest.fixture(autouse=True)
-def no_drawing(monkeypatch):
-    undrawn(monkeypatch)
-
-
-def undrawn(patch):
-    patch.setattr(svg, "write", lambda _figure, path: path.write_text(PICTURE))
-    patch.setattr(svg, "inline", lambda _figure, _name, _width: PICTURE)
-
-
-def written(folder, said: str, **asked) -> tuple[str, str]:
-    """FINDINGS.md and report.html where each of some places says this."""
+def written(folder, wanted: dict[str, str]) -> tuple[str, str]:
+    """FINDINGS.md and report.html where each place says this."""
     metrics = build()
-    wanted = {name: said if name in asked else f"plain {name}" for name in PLACES}
     metrics["identity"] |= {name: wanted[name] for name in ("model", "corpus", "disclosure")}
     metrics["settings"] = (metrics.get("settings") or {}) | {
         "corpus": {"source": wanted["calibrated"], "other": wanted["source"]}
@@ -52,26 +40,18 @@ def shape(text: str) -> list[tuple[str, str]]:
     return [(token.type, token.tag) for token in (*tokens, *inner) if token.type not in ("text", "text_special")]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """Both pages where every place says something harmless."""
-    with pytest.MonkeyPatch.context() as patch:
-        undrawn(patch)
-        return written(tmp_path_factory.mktemp("plain"), "plain")
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_page_has_the_same_shape_whatever_is_named(tmp_path, place, plain):
-    evil = written(tmp_path, EVIL, **{place: 1})
-    assert shape(plain[0]) == shape(evil[0]) and plain[0] != evil[0]
-    assert "<script>alert(1)" not in evil[1]
-    pages = [Reader(html) for html in (plain[1], evil[1])]
+def test_a_page_has_the_same_shape_whatever_is_named(tmp_path):
+    text, html = written(tmp_path, {place: f"plain {place}" for place in PLACES})
+    evil, evil_html = written(tmp_path, {place: f"{EVIL} {place}" for place in PLACES})
+    assert shape(text) == shape(evil)
+    assert "<script>alert(1)" not in evil_html
+    pages = [Reader(one) for one in (html, evil_html)]
     assert [tag for tag, _ in pages[0].elements] == [tag for tag, _ in pages[1].elements]
-    assert CUT in "".join(pages[1].words)
+    assert [place for place in PLACES if f"{CUT} {place}" not in "".join(pages[1].words)] == []
 
 
 def test_the_title_stands_as_it_was_given(tmp_path):
-    text, html = written(tmp_path, EVIL, title=1)
+    text, html = written(tmp_path, dict.fromkeys(PLACES, "plain") | {"title": EVIL})
     assert text.startswith("# A &#60;script&#62;alert(1)") and text.count("\n# ") == 0
     assert re.search(r"<title>A &lt;script&gt;alert\(1\)", html)
 

@@ -18,11 +18,6 @@ from pipeline.report.synthetic import Effects, small_params, write_results
 NEEDED = 43117
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(name))
-
-
 def opened(metrics: dict, needed: int | None = NEEDED, jitters: float = 0.1) -> dict:
     """Open metrics; a rounding error moves the codec's own result `jitters` times as far as the other engine is."""
     codec = copy.deepcopy(metrics["agreement"]["codec"])
@@ -45,7 +40,7 @@ def rows(text: str, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def params():
-    return small_params()
+    return small_params(studies=[])
 
 
 def test_the_engine_s_share_is_printed_and_not_read(tmp_path, params):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab_pipeline.report import figures, findings, metrics
+from kvlab_pipeline.report import findings, metrics
 from kvlab_pipeline.report.verdict import judge
 from pipeline.report.synthetic import Effects, small_params, write_results
 
@@ -24,10 +24,10 @@ CLAIM = "- `variance_ratio` going from `1.0` to `0.95`"
     ],
     ids=["agree", "disagree", "hf", "vllm"],
 )
-def test_report_of_planted_results(tmp_path, monkeypatch, engines, effects, answer):
-    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(str(name)))
+def test_report_of_planted_results(tmp_path, engines, effects, answer):
     one = {"calibration": {"engines": ["hf"]}, "gap": {"origins": ["hf"]}, "cells": {"other-calibration": None}}
-    params = small_params(engines=engines, stats={"resamples": 200}, **(one if engines == ["hf"] else {}))
+    some = {} if effects == Effects() and len(engines) == 2 else {"studies": ["layers"]}  # all where all is told
+    params = small_params(engines=engines, stats={"resamples": 200}, **some, **(one if engines == ["hf"] else {}))
     there = write_results(tmp_path, params, effects)
     found = metrics.build(params, there.sources)
     out = tmp_path / "FINDINGS.md"

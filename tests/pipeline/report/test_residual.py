@@ -14,7 +14,6 @@ from kvlab.core.paramfile import overlay
 from kvlab.core.records import read_json, write_json
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab_pipeline.rendering import svg
 from kvlab_pipeline.rendering.basis import METHODS
 from kvlab_pipeline.rendering.templates import render
 from kvlab_pipeline.report.claims import sentence
@@ -283,16 +282,6 @@ def test_one_window_gives_no_interval(params, tmp_path):
 
 
 # --------------------------------------------------------------------------------------- figures
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_the_csv_draws_the_same_picture(params, tmp_path, name):
-    take, draw = FIGURES[name]
-    table = take({"residual": entries(params, tmp_path)})
-    table.write_csv(tmp_path / "table.csv")
-    for path, given in (("a.svg", table), ("b.svg", pl.read_csv(tmp_path / "table.csv", infer_schema_length=None))):
-        svg.write(draw(given), tmp_path / path)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 def test_every_error_is_drawn_once(params, tmp_path):

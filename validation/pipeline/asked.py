@@ -1,7 +1,7 @@
 """What each job of a plan asks of a cluster: cores, memory, minutes, GPUs. A dry run; nothing is executed.
 
-    python workflow/scripts/asked.py results/gap/FINDINGS.md
-    python workflow/scripts/asked.py --json --profile workflow/profiles/slurm results/gap/FINDINGS.md
+    python validation/pipeline/asked.py results/gap/FINDINGS.md
+    python validation/pipeline/asked.py --json --profile workflow/profiles/slurm results/gap/FINDINGS.md
 
 Everything but `--json` is handed to Snakemake, so that profiles and `--set-resources` count.
 """

