@@ -34,7 +34,8 @@ from kvlab.gate.catalogue import (
     row_schema,
     sql_columns,
 )
-from kvlab.gate.catalogue.columns import PREFIX, DeclaredFields, RowFields
+from kvlab.gate.catalogue.columns import DeclaredFields, RowFields
+from kvlab.gate.catalogue.declaration import PREFIX
 from kvlab.gate.catalogue.values import checked
 from kvlab.gate.reasons import CONFIG_REASONS, REASONS, Reason
 from tiers import examples

@@ -57,6 +57,9 @@ TYPED = ("pending", "failed", "not_required", None)
 WITHOUT = (("draft_model_id", "draft_missing"), ("speculative_acceptance_rate", "acceptance_missing"))
 
 
+BEST_AND_WORST = TIERS[0], TIERS[-1]  # what fails hard fails whatever is claimed
+
+
 class Line(NamedTuple):
     """A row; what the published rules say of it, and what the gate says."""
 
@@ -78,7 +81,7 @@ def without_a_mechanism():
 def of_the_baseline():
     yield Line("baseline, lossless", row("baseline"), (), "pass", badge="not required")
     yield Line("baseline, lossy", row("baseline", kv_cache_dtype="fp8"), (), "fail", ("undeclared_dtype",))
-    for tier in TIERS:
+    for tier in BEST_AND_WORST:
         odd = row("baseline", mechanism_variant="odd", support_status=tier)
         yield Line(f"baseline, odd variant, {tier}", odd, (), "fail", ("baseline_variant",))
 
@@ -111,16 +114,16 @@ def of_compression_with_support():
     yield Line("compression, within", row("fp8"), (), "pass", badge="verified")
 
 
-def at_every_tier():
-    for tier in TIERS:
+def at_any_tier():
+    for tier in BEST_AND_WORST:
         given = row("preview", mechanism_variant="invented", support_status=tier, quality_eval_status=None)
         failed = (REGISTERED, COMPLETED) if tier == "supported" else (REGISTERED,)
         yield Line(f"compression, unregistered, {tier}", given, failed, "fail", ("variant_unregistered",))
-    for name, tier in itertools.product(("baseline", "fp8", "mtp"), TIERS):
+    for name, tier in itertools.product(("baseline", "fp8", "mtp"), BEST_AND_WORST):
         failed = (STATUS, COMPLETED) if (name, tier) == ("fp8", "supported") else (STATUS,)
         given = row(name, quality_eval_status="done", support_status=tier)
         yield Line(f"{name}, done, {tier}", given, failed, "fail", ("value_unknown_word",))
-    for tier, (field, code) in itertools.product(TIERS, WITHOUT):
+    for tier, (field, code) in itertools.product(BEST_AND_WORST, WITHOUT):
         given = row("mtp", support_status=tier, **{field: None})
         yield Line(f"speculative, {code}, {tier}", given, (DRAFT,), "fail", (code,))
 
@@ -146,7 +149,7 @@ LINES = [
     *of_the_baseline(),
     *of_compression_in_preview(),
     *of_compression_with_support(),
-    *at_every_tier(),
+    *at_any_tier(),
     *of_speculation(),
     *of_spelling(),
 ]
@@ -285,13 +288,14 @@ def test_without_a_day_no_waiver_is_in_force():
     assert claim(row("int", **NOT_SHOWN), given).word == "fail"
 
 
-@pytest.mark.parametrize("name", [criterion.name for criterion in CRITERIA if criterion.hard])
-def test_no_waiver_hides_a_hard_failure(name):
+def test_no_waiver_hides_a_hard_failure():
     everything = tuple(waiver(criterion.name) for criterion in CRITERIA)
     bad = row("int", codec="kivi", bits_per_value=1.0, model="another", mechanism_variant="invented")
-    found = {finding.criterion: finding for finding in claim(bad, context(waivers=everything)).findings}
-    assert name not in WAIVABLE and (name not in found or found[name].waiver is None)
-    assert claim(bad, context(waivers=everything)).word == "fail"
+    found = claim(bad, context(waivers=everything))
+    hard = {criterion.name for criterion in CRITERIA if criterion.hard}
+    failed = [finding for finding in found.findings if finding.criterion in hard]
+    assert len(failed) > 3 and not any(finding.waiver for finding in failed)
+    assert not hard & set(WAIVABLE) and found.word == "fail"
 
 
 # ------------------------------------------------------------------------- properties

@@ -23,7 +23,7 @@ from kvlab_pipeline.gate_page.reasons import reasons
 from kvlab_pipeline.gate_page.recommendation import Recommendation
 from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER, RowSummary
 from kvlab_pipeline.gate_page.samples import Samples
-from kvlab_pipeline.gate_page.summary import Best, GateSummary, judged
+from kvlab_pipeline.gate_page.summary import GateSummary, judged
 from kvlab_pipeline.gate_page.written_table import WORDS, written_table
 
 TEMPLATE, REASONS = (Path(__file__).parent / "templates" / f"{name}.md.j2" for name in ("page", "reasons"))
@@ -72,7 +72,7 @@ def write(
     report, summary = judged(rows, context, samples, replayer)
     beside = reasons_of(out)
     told = {model: said for model, said in (disclosures or {}).items() if any(r.model == model for r in summary.rows)}
-    text = markdown.render(TEMPLATE, **page(summary), reasons=beside.name, trust=TRUST, disclosures=told)
+    text = markdown.render(TEMPLATE, **page(summary), reasons=beside.name, disclosures=told)
     why = markdown.render(REASONS, **reasons(report, summary), page=out.name, trust=TRUST, disclosures=told)
     if claims:
         write_json(claims, summary.to_json())
@@ -96,6 +96,7 @@ def page(summary: GateSummary) -> dict[str, Any]:
         "claimed": ", ".join(tier for tier in TIERS if any(line.claimed == tier for line in measured)),
         "best_tier": BEST_TIER,
         "not_replayed": NOT_REPLAYED,
+        "trust": TRUST,
         "too_lossy": TOO_LOSSY,
         "tested": summary.tested,
         "alpha": fmt.percent(summary.alpha, 1),
@@ -106,7 +107,6 @@ def page(summary: GateSummary) -> dict[str, Any]:
         "unjudged": sum(line.earned is None for line in summary.rows),
         "rows": len(summary.rows),
         "confidence": fmt.percent(CONFIDENCE),
-        "best": [best_line(best, summary) for best in summary.best],
         "again": [line for line in summary.rows if line.replay],
         "places": [place(lines) for lines in apart(measured)],
         "missing": [line for line in summary.rows if not line.measured],
@@ -140,24 +140,6 @@ def count_line(tier: str, count: int, summary: GateSummary) -> dict[str, Any]:
     """How many rows earned a tier, and how many of them are measured and compress."""
     compressed = sum(line.compresses for line in summary.rows if line.earned == tier)
     return {"tier": tier, "rows": count, "compressed": compressed}
-
-
-def best_line(best: Best, summary: GateSummary) -> dict[str, str]:
-    """The smallest certified row of an engine and protocol, or that there is none, or no single one."""
-    line = next((line for line in summary.rows if line.row_id == best.row_id and best.row_id), None)
-    return {
-        "model": best.model,
-        "engine": best.engine,
-        "protocol": best.protocol,
-        "row": named(line) if line else _no_best(best, summary),
-        "among": f"{best.certified} of {best.tried}",
-        "bits": fmt.number(line and line.bits_per_value),
-    }
-
-
-def _no_best(best: Best, summary: GateSummary) -> str:
-    tied = [named(line) for line in summary.rows if line.row_id in best.tied and line.engine == best.engine]
-    return f"not told apart: {', '.join(tied)}" if tied else "none is certified"
 
 
 def named(line: RowSummary) -> str:

@@ -7,7 +7,7 @@ has no problem: what a row says of its own quality backs nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import UserError
@@ -37,31 +37,8 @@ TOLD = (
 AGEING = ("model_hash", "corpus_hash", "code")
 
 
-class Best(Frozen):
-    """The smallest certified row of one engine and protocol.
-
-    Parameters
-    ----------
-    row_id : str or None
-        None where none is certified, or several are as small.
-    tied : tuple of str
-        The rows that are as small as each other; empty where there is one, or none.
-    certified, tried : int
-        Of how many certified rows it is the best, and of how many that were measured. The best of many is better by
-        luck, too: the more, the more it is flattered.
-    """
-
-    model: str
-    engine: str
-    protocol: str
-    row_id: str | None
-    tied: tuple[str, ...]
-    certified: int
-    tried: int
-
-
 class GateSummary(Frozen):
-    """All lines in a fixed order, how many earned each tier, what may be claimed, and the best of the certified.
+    """All lines in a fixed order, how many earned each tier, and what may be claimed.
 
     `tested` rows are certified together, by p-values that are adjusted for their number and at most `alpha`.
     """
@@ -73,7 +50,6 @@ class GateSummary(Frozen):
     alpha: float
     tested: int
     answers: tuple[Recommendation, ...]
-    best: tuple[Best, ...]
     rows: tuple[RowSummary, ...]
 
     def to_json(self) -> dict:
@@ -119,7 +95,6 @@ def judged(
         alpha=report.alpha,
         tested=report.tested,
         answers=tuple(answers(lines)),
-        best=tuple(_best(lines)),
         rows=tuple(lines),
     )
 
@@ -254,29 +229,3 @@ def _why(claim: Claim) -> str:
         told += [f"{', '.join(keys)} {word}"] if keys else []
     others = dict.fromkeys(r.code for r in counting if r.code not in ("quality_beyond", "quality_open"))
     return "; ".join([*told, *others, *filter(None, [claim.uncertified])])
-
-
-def _best(lines: Iterable[RowSummary]) -> Iterator[Best]:
-    """Of each engine and protocol the smallest certified row; speed is not judged, so nothing is the fastest."""
-    groups: dict[tuple, list[RowSummary]] = {}
-    for line in lines:
-        if line.compresses:
-            groups.setdefault((*line.place, line.protocol or ""), []).append(line)
-    for (model, engine, protocol), tried in groups.items():
-        certified = [line for line in tried if line.certified]
-        tied = _smallest([line for line in certified if line.bits_per_value is not None])
-        yield Best(
-            model=model,
-            engine=engine,
-            protocol=protocol,
-            row_id=tied[0] if len(tied) == 1 else None,
-            tied=tuple(tied) if len(tied) > 1 else (),
-            certified=len(certified),
-            tried=len(tried),
-        )
-
-
-def _smallest(lines: list[RowSummary]) -> list[str]:
-    """The smallest rows; bytes are counted, so two are alike or they are not."""
-    least = min((line.bits_per_value for line in lines), default=None)
-    return sorted(line.row_id for line in lines if line.bits_per_value == least)

@@ -49,7 +49,7 @@ def claims(model):
     answer = {"engine": "hf", "protocol": "snapshot", "stored_span": "context", "tried": 2, "certified": 1}
     answers = [answer | {"model": model, "row_id": "b", "word": "certified"}]
     told = {"schema_version": SCHEMA_VERSION, "registry": "r", "current": "c", "counts": counts}
-    return told | {"answers": answers, "best": [], "rows": rows}
+    return told | {"answers": answers, "rows": rows}
 
 
 @pytest.fixture

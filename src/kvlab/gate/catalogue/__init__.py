@@ -10,9 +10,9 @@ from kvlab.gate.catalogue.columns import (
     SPECULATIVE,
     STATUSES,
     TIERS,
-    RowColumn,
     RowFields,
 )
+from kvlab.gate.catalogue.declaration import RowColumn
 from kvlab.gate.catalogue.generated import (
     SCHEMA,
     config_schema,

@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS, DECLARED, DeclaredFields, Group, RowColumn, RowFields
+from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS, DECLARED, DeclaredFields, RowFields
+from kvlab.gate.catalogue.declaration import Group, RowColumn
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE
 from kvlab.gate.catalogue.strict import read_yaml
 from kvlab.gate.catalogue.values import RowError, Value, parsed, shown, taken

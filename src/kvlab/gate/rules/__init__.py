@@ -21,12 +21,7 @@ __all__ = ["CRITERIA", "FALSEHOODS", "PUBLISHED", "WAIVABLE", "Case", "Context",
 PARTS = (declared, shown, ran, counted, derived)
 CRITERIA: tuple[Criterion, ...] = tuple(
     sorted(
-        (
-            one
-            for part in (declared, shown, ran, counted, derived)
-            for one in vars(part).values()
-            if isinstance(one, Criterion)
-        ),
+        (one for part in PARTS for one in vars(part).values() if isinstance(one, Criterion)),
         key=lambda one: one.number,
     )
 )
