@@ -36,19 +36,23 @@ def capacity(params: Params, out: Path) -> None:
 
 
 def service(params: Params, out: Path) -> None:
-    """Write ``LOAD.md``, ``load.json`` and ``steps.json`` into `out`; see `capacity`, and `load.study` for the rest."""
+    """Write ``LOAD.md``, ``load.json`` and ``steps.json`` into `out`; see `capacity`, and `load.study` for the rest.
+
+    No token is exact there: requests are of some hundred tokens, and would be exact whole.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        loads(resolve(params.model).path, recipes(params, Path(folder), PLAIN), out)
+        loads(resolve(params.model).path, recipes(params, Path(folder), PLAIN, exact=False), out)
 
 
-def recipes(params: Params, folder: Path, beside: Iterable[tuple[str, float]] = ()) -> list[Path]:
+def recipes(params: Params, folder: Path, beside: Iterable[tuple[str, float]] = (), exact: bool = True) -> list[Path]:
     """A file for each codec and width that pages may hold, and for those `beside` them, in a folder.
 
-    They are what `kvlab calibrate` writes with ``--sink``, ``--recent`` and, for `klt`, ``--rotary after``.
+    They are what `kvlab calibrate` writes with ``--rotary after`` for `klt` and, where tokens are `exact` beside what is
+    coded, ``--sink`` and ``--recent``.
     """
     asked = params.mechanisms
     wanted = [(codec, bits) for codec in asked.pages or DEFAULT for bits in asked.bits]
-    named = {f"{codec}{bits}": served(params, codec, bits) for codec, bits in dict.fromkeys([*wanted, *beside])}
+    named = {f"{codec}{bits}": served(params, codec, bits, exact) for codec, bits in dict.fromkeys([*wanted, *beside])}
     info = resolve(params.model)
     source = CalibrationText.read(info, None, None, CONTEXT, WINDOWS)
     engine = start("hf", info, "float32", max_tokens=CONTEXT)
@@ -63,7 +67,7 @@ def recipes(params: Params, folder: Path, beside: Iterable[tuple[str, float]] = 
     ]
 
 
-def served(params: Params, codec: str, bits: float) -> Recipe:
-    """The recipe of a codec in pages: recent tokens and sinks exact, `klt` where a step is shortest."""
-    ends = {"sink": params.mechanisms.pages_sink, "recent": params.mechanisms.pages_recent}
+def served(params: Params, codec: str, bits: float, exact: bool) -> Recipe:
+    """The recipe of a codec in pages, `klt` where a step is shortest."""
+    ends = {"sink": params.mechanisms.pages_sink, "recent": params.mechanisms.pages_recent} if exact else {}
     return named_recipe(codec, bits, params=params, rotary="after" if codec == "klt" else None, **ends)
