@@ -146,7 +146,7 @@ headline: $(READY)  ## blocks of README and docs from results/, and the pages of
 		--benchmarks results/benchmarks --readme README.md
 	@rm -rf docs/results && mkdir -p docs/results/gap/figures docs/results/gate
 	@cp results/gap/FINDINGS.md results/gap/report.html docs/results/gap/ && cp results/gap/figures/*.svg docs/results/gap/figures/
-	@for page in GATE.md GATE-reasons.md; do sed 's|(\.\./\.\./docs/|(../../|g' results/gate/$$page >docs/results/gate/$$page; done
+	@for page in GATE.md GATE-reasons.md TRUST.md; do sed 's|(\.\./\.\./docs/|(../../|g' results/gate/$$page >docs/results/gate/$$page; done
 	@cp results/gate/detection.svg docs/results/gate/
 
 audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md

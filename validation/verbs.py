@@ -7,6 +7,7 @@ from typing import Annotated
 
 from kvlab.cli.commands import Verbs
 from kvlab.cli.flags import WindowsFile, number, path, place, result, switch, word
+from kvlab.cli.gate import OfContext, OfRows
 from kvlab.cli.given import DEFAULT_PARAMS, OfFitted, OfParams, ParamsText, Slug
 
 STEPS = Verbs()
@@ -69,6 +70,18 @@ def planted_verb(
 @STEPS.runs("validation.audit.run:audit")
 def audit_verb(out: Annotated[Path, result("AUDIT.md; audit.json goes beside it")]) -> None:
     """Plant faults in the chain and in its files, and see what catches each -> AUDIT.md."""
+
+
+@STEPS.runs("validation.gate.page:write")
+def gate_trust_verb(
+    rows: OfRows,
+    context: OfContext,
+    out: Annotated[Path, result("TRUST.md; detection.svg and detection.csv go beside it")],
+    records: Annotated[
+        list[Path], path("what `kvlab step mechanisms` wrote, of which the rows were made", metavar="FILE ...")
+    ] = (),
+) -> None:
+    """Plant corruptions, baselines against themselves and losses, and see what the gate says of each -> TRUST.md."""
 
 
 @STEPS.verb

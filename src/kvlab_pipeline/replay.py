@@ -24,11 +24,11 @@ from kvlab.core.errors import KvlabError, MixedIdentity, UserError
 from kvlab.core.params import Params
 from kvlab.core.recipe import WHOLE, canonical
 from kvlab.core.records import read_json
+from kvlab.core.testimony import LEAST
 from kvlab.gate.catalogue import EVIDENCE, checked_row
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.catalogue.values import shown
-from kvlab.gate.counts import LEAST
 from kvlab.gate.evidence.faults import OTHER_TEXT
 from kvlab.gate.reasons import Reason
 from kvlab.gate.replay import Replay, ReplayedScore

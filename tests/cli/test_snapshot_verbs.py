@@ -380,7 +380,7 @@ def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
     from kvlab.cache.files.recipe import read_recipe_file
     from kvlab.gate.catalogue.rows import EVIDENCE
     from kvlab.gate.evidence import build
-    from kvlab_pipeline.gate_page.corruptions.passing_case import valid_case
+    from validation.gate.passing_case import valid_case
 
     found = valid_case()["rows"]["fp8"][EVIDENCE][0]
     ours = {"recipe_id": read_recipe_file(recipe).recipe.recipe_id, "model_hash": inputs.info_of(model).model_hash}

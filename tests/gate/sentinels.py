@@ -6,8 +6,8 @@ import re
 
 from hypothesis import strategies as st
 
-from kvlab.gate.catalogue.columns import COLUMNS, MOST_WHOLE, RowColumn
-from kvlab.gate.catalogue.values import CONTROL
+from kvlab.gate.catalogue.columns import COLUMNS, RowColumn
+from kvlab.gate.catalogue.kinds import CONTROL, MOST_WHOLE
 
 WORDS = {
     "mechanism": "kv_quantization",
@@ -23,7 +23,7 @@ def sentinel(column: RowColumn):
     number = COLUMNS.index(column)
     if column.choices:
         return WORDS[column.name]
-    return {str: f"sentinel-{column.name}", int: 7000 + number, float: (number + 1) / 128, bool: True}[column.kind]
+    return {str: f"sentinel-{column.name}", int: 7000 + number, float: (number + 1) / 128}[column.kind]
 
 
 def plain_text():

@@ -20,9 +20,9 @@ from kvlab.gate.evidence import parse
 from kvlab.gate.render import to_json
 from kvlab.gate.rules import CRITERIA, FALSEHOODS, PUBLISHED, WAIVABLE, Context
 from kvlab.gate.waivers import Waiver
-from kvlab_pipeline.gate_page.corruptions.mutations import TODAY, as_row, valid_case
-from kvlab_pipeline.gate_page.corruptions.published_rules import RECORD, RULES, published_record, published_verdict
 from tiers import examples
+from validation.gate.corruptions import TODAY, as_row, valid_case
+from validation.gate.published_rules import RECORD, RULES, published_record, published_verdict
 
 CASE = valid_case()
 REGISTERED, STATUS, COMPLETED, DRAFT = PUBLISHED
@@ -434,7 +434,7 @@ def test_equal_arguments_give_equal_bytes_in_every_process():
     program = (
         "from kvlab.gate import registry; from kvlab.gate.check import check; from kvlab.gate.rules import Context\n"
         "from kvlab.gate.render import *\n"
-        "from kvlab_pipeline.gate_page.corruptions.mutations import MUTATIONS, TODAY, as_row\n"
+        "from validation.gate.corruptions import MUTATIONS, TODAY, as_row\n"
         "case = [x for x in MUTATIONS if x.code == 'observed_dtype_other'][0].applied()\n"
         "context = Context(registry.parse(case['mechanisms'], case['evals']), case['current'], today=TODAY)\n"
         "report = check(map(as_row, case['rows'].values()), context)\n"

@@ -16,9 +16,9 @@ from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.evidence import BASELINE_RECIPE, EvidenceError, build, parse, problems, read, status
 from kvlab.gate.evidence.measures import change_of, measured, paired
 from kvlab.gate.registry import Registry, load
-from kvlab_pipeline.gate_page.corruptions.passing_case import BACKEND, POOL
 from refusals import refused
 from tiers import examples
+from validation.gate.passing_case import BACKEND, POOL
 
 SHIPPED = load()
 # Here one piece of evidence is looked at by itself; what a mechanism has to show beside it: further below.

@@ -33,9 +33,9 @@ from kvlab.gate.catalogue.rows import EVIDENCE
 from kvlab.gate.check import EXIT_CODES, REFERENCE
 from kvlab.gate.reasons import REASONS
 from kvlab.output.terminal import as_text
-from kvlab_pipeline.gate_page.corruptions.mutations import valid_case
 from kvlab_pipeline.studies.mechanisms.plan import KEEPING, READING, variants
 from kvlab_pipeline.studies.settings import by_model
+from validation.gate.corruptions import valid_case
 
 QUALITY = "supported+compression => quality_eval_status == completed"
 INJECTIONS = [
@@ -804,10 +804,12 @@ def test_the_page_exits_with_0_whatever_rows_earn(gate, planted, here):
     told = "GATE.md: 7 rows, of which 5 supported, 1 too_lossy, 1 unsupported\n"
     assert gate(line) == (0, told, "")
     first = {path.name: path.read_bytes() for path in here.iterdir()}
-    assert {"GATE.md", "GATE-reasons.md", "claims.json", "detection.svg", "detection.csv"} <= first.keys()
-    assert "The engine scored twice" in (here / "GATE-reasons.md").read_text()
+    assert {"GATE.md", "GATE-reasons.md", "claims.json"} <= first.keys()
     assert gate(line)[0] == 0 and {path.name: path.read_bytes() for path in here.iterdir()} == first
     gate(f"step rows hf.json vllm.json {ROWS} --code 0ther")
+    made = gate("step gate_trust rows.json --current now.json --records hf.json vllm.json --out TRUST.md")
+    assert made == (0, "", "")
+    assert {"TRUST.md", "detection.svg", "detection.csv"} <= {path.name for path in here.iterdir()}
     code, out, err = gate("report rows.json --current now.json --out GATE.md")
     assert (code, err) == (0, "") and "2 supported, 4 gated" in out
     assert "evidence_stale_code" in (here / "GATE.md").read_text()
@@ -857,6 +859,6 @@ def test_paths_in_any_field_lead_nowhere(gate, here):
     gate("check rows.json --out page.md")
     gate("report rows.json --out GATE.md --json claims.json")
     made = {"rows.json", "rows.db", "rows.parquet", "page.md", "GATE.md", "claims.json"}
-    made |= {"GATE-reasons.md", "detection.svg", "detection.csv"}
+    made |= {"GATE-reasons.md"}
     assert {str(path.relative_to(here)) for path in here.rglob("*")} == made
     assert not (here.parent / "outside-of-the-gate").exists()

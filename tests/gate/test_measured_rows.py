@@ -36,7 +36,7 @@ from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
 from kvlab.gate.check import check
 from kvlab.gate.evidence import BASELINE_RECIPE, measured, paired, parse
 from kvlab.gate.inputs import read_current
-from kvlab.gate.observations import band_of
+from kvlab.gate.rules.counted import band_of
 from kvlab.text import needles
 from kvlab_pipeline.gate_page.measured_rows import COPIED, RATES, band, current_of, rows_of, texts_hash, write
 from kvlab_pipeline.gate_page.page import page

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import functools
 import json
 import re
 from collections import Counter
@@ -21,7 +19,6 @@ from gate.planted_records import (
     BASE,
     GOOD,
     LOSSY,
-    NEEDLES,
     OWN,
     WINDOW,
     WINDOWS,
@@ -39,11 +36,8 @@ from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
 from kvlab.gate.replay import NOT_REPLAYED
 from kvlab.gate.rules import CRITERIA
 from kvlab_pipeline.gate_page import samples
-from kvlab_pipeline.gate_page.corruptions.mutations import MUTATIONS
-from kvlab_pipeline.gate_page.corruptions.trust import losses, trust, words_of
 from kvlab_pipeline.gate_page.measured_rows import current_of, rows_of
 from kvlab_pipeline.gate_page.page import REASONS, TEMPLATE, reasons_of, write
-from kvlab_pipeline.gate_page.power import CHURN, LOSSES, NOMINAL, SIZES, WORDS
 from kvlab_pipeline.gate_page.recommendation import answers
 from kvlab_pipeline.gate_page.summary import judged
 from kvlab_pipeline.studies.mechanisms.records import write_mechanisms
@@ -71,26 +65,6 @@ NASTY = (
     "=HYPERLINK(1)",
     "naïve 漢字 😀",
 )
-
-
-@functools.cache
-def trusted(digest: str, baselines: tuple[tuple[float, int], ...]) -> dict:
-    return trust(REGISTRY, baselines)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _played_once():
-    """What is played anew for every page is the same for all of them, so it is played once."""
-
-    def cached(given, baselines, repeats):
-        if given.digest != REGISTRY.digest:
-            return trust(given, baselines, repeats)
-        found = [line for where, repeat in repeats for line in words_of(where, repeat, given)]
-        return trusted(given.digest, tuple(sorted(baselines))) | {"repeats": found}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvlab_pipeline.gate_page.page.trust", cached)
-        yield
 
 
 def read(tmp_path: Path, objects: list[dict]) -> list[Row]:
@@ -299,17 +273,13 @@ def test_a_throughput_s_interval_is_that_of_the_paired_windows(rows, sampled, cl
     told = {one["row_id"]: one["throughput_ratio"] for one in claims["rows"]}
     own, plain = np.array(GOOD.seconds), np.array(BASE.seconds)
     found = told["reference/hf/klt-4"]
-    assert found["value"] == pytest.approx(plain.mean() / own.mean()) and found["n"] == WINDOWS
+    assert found["value"] == pytest.approx(plain.mean() / own.mean()) and found["n_windows"] == WINDOWS
     assert found["low"] < found["value"] < found["high"]
     paired, doubled = samples.speed(own, 2 * own), samples.speed(own, tuple(2 * own)[::-1])
     assert paired.value == pytest.approx(2) and paired.high - paired.low < 1e-9  # equal windows: nothing is left
     assert doubled.high - doubled.low > 0.001
     assert samples.speed(own, own[:-1]) is samples.speed((1.0,), (1.0,)) is None
-    without = {line.row_id: line.throughput_ratio for line in judged(rows, CONTEXT)[1].rows}
-    assert without["reference/hf/klt-4"].model_dump() == {
-        "value": pytest.approx(GOOD.throughput_tok_s / BASE.throughput_tok_s),
-        **dict.fromkeys(("low", "high", "n")),
-    }
+    assert {line.throughput_ratio for line in judged(rows, CONTEXT)[1].rows} == {None}  # without the windows' times
 
 
 def test_the_baseline_s_line_is_what_its_second_run_found(tmp_path, rows, page):
@@ -321,20 +291,11 @@ def test_the_baseline_s_line_is_what_its_second_run_found(tmp_path, rows, page):
     line = next(line for line in summary.rows if line.row_id == "reference/hf/baseline")
     assert (line.metrics["needle_recall"].value, line.baseline["needle_recall"].value) == (0.88, 0.9)
     assert line.status == "not_required" and line.earned == "supported"
-    text = whole(tmp_path / "GATE.md")
-    (again, *_) = tables(section(text, "How far the gate can be trusted").split("### The engine scored twice")[1])
-    said = {line[1]: line[2:] for line in again[1:]}
-    assert said["kl"] == [f"0 of {WINDOWS}", "200", "0", "0"] and said["needle_recall"][0] == f"8 of {NEEDLES}"
-    assert sum(map(int, said["needle_recall"][1:])) == 200 and int(said["needle_recall"][2]) > 0
-    stale = Context(REGISTRY, {"reference": CURRENT["reference"] | {"code": "newer"}})
-    write(rows, stale, tmp_path / "GATE.md", samples=samples.read([tmp_path / "hf.json"]))
-    assert "The engine scored twice" not in whole(tmp_path / "GATE.md")
 
 
 def test_without_what_rows_were_made_of_the_baseline_has_the_numbers_of_its_evidence(rows, tmp_path):
     write(rows, CONTEXT, tmp_path / "GATE.md")
     text = whole(tmp_path / "GATE.md")
-    assert "The engine scored twice" not in text
     assert tables(section(text, "Claims"))[1][1][1:] == ["–", "0", "0", "100.0", "–"]
 
 
@@ -365,11 +326,12 @@ def test_what_is_stale_is_said_in_a_word(rows):
     assert not any(line.metrics for line in summary.rows)
 
 
-def test_a_ratio_needs_one_baseline_of_the_same_run(tmp_path):
+def test_a_ratio_needs_one_baseline_of_the_same_run(tmp_path, sampled):
     made = [one for one in objects() if one["engine"] == "hf"]
-    alone = judged(read(tmp_path, made[1:]), CONTEXT)[1]
+    alone = judged(read(tmp_path, made[1:]), CONTEXT, sampled)[1]
     assert {line.throughput_ratio for line in alone.rows} == {None}
-    other_run = judged(read(tmp_path, [made[0] | {"run": "other"}, *made[1:]]), CONTEXT)[1]
+    sampled = sampled | {("other", made[0]["row_id"]): sampled[made[0]["run"], made[0]["row_id"]]}
+    other_run = judged(read(tmp_path, [made[0] | {"run": "other"}, *made[1:]]), CONTEXT, sampled)[1]
     assert [line.throughput_ratio for line in other_run.rows if line.compresses] == [None, None]
 
 
@@ -388,14 +350,14 @@ def test_rows_that_declare_nothing_are_counted_as_not_judged(tmp_path):
 def test_no_rows_at_all_are_a_page_too(tmp_path):
     write([], Context(REGISTRY), tmp_path / "GATE.md", tmp_path / "claims.json")
     assert "No row that compresses was measured." in (tmp_path / "GATE.md").read_text()
-    assert "How far the gate can be trusted" in (tmp_path / "GATE-reasons.md").read_text()
+    assert "What rows are judged by" in (tmp_path / "GATE-reasons.md").read_text()
 
 
 # --------------------------------------------------------------------------------- the claims as JSON
 
 
 def test_claims_hold_what_a_page_needs(claims):
-    assert claims["schema_version"] == 6 and claims["registry"] == REGISTRY.digest
+    assert claims["schema_version"] == 7 and claims["registry"] == REGISTRY.digest
     assert list(claims["counts"]) == sorted(TIERS) and sum(claims["counts"].values()) == len(claims["rows"])
     good = next(one for one in claims["rows"] if one["row_id"] == "reference/hf/klt-4")
     assert good["earned"] == good["claimed"] == "supported" and good["stored_span"] == "context"
@@ -404,7 +366,7 @@ def test_claims_hold_what_a_page_needs(claims):
 
 
 def test_claims_are_small(written):
-    assert (written / "claims.json").stat().st_size < 2200 * len(objects())
+    assert (written / "claims.json").stat().st_size < 2400 * len(objects())
 
 
 def test_equal_rows_in_any_order_give_equal_bytes(rows, sampled, written, tmp_path):
@@ -416,7 +378,7 @@ def test_equal_rows_in_any_order_give_equal_bytes(rows, sampled, written, tmp_pa
         dict(reversed(sampled.items())),
         replayer=confirmed,
     )
-    for name in ("GATE.md", "GATE-reasons.md", "claims.json", "detection.svg", "detection.csv"):
+    for name in ("GATE.md", "GATE-reasons.md", "claims.json"):
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes(), name
 
 
@@ -467,85 +429,6 @@ def plain(text: str) -> str:
     return "".join(text.split())
 
 
-# ---------------------------------------------------------------------------------- trust in the gate
-
-
-@pytest.fixture(scope="module")
-def numbers():
-    return trust(REGISTRY, [(0.5, 320), (0.1, 150)])
-
-
-def test_every_corruption_is_listed_and_detected(why, numbers):
-    kinds, corruptions = tables(section(why, "How far the gate can be trusted"))[:2]
-    assert len(corruptions) - 1 == len(MUTATIONS) == len(numbers["mutations"]) >= 40
-    assert all(line[2] == "yes" for line in corruptions[1:])
-    assert {line[1] for line in corruptions[1:]} == {mutation.code for mutation in MUTATIONS}
-    assert sum(int(line[1]) for line in kinds[1:]) == len(MUTATIONS)
-    seen = [line for line in corruptions[1:] if line[3] == "yes"]
-    assert sum(int(line[3]) for line in kinds[1:]) == len(seen) < len(MUTATIONS) / 2
-    assert sum(int(line[4]) for line in kinds[1:]) == sum(line[4] == "pass" for line in seen)
-    assert all(line[4] == "pass" for line in corruptions[1:] if line[3] == "no")
-    assert f"{len(seen)} of the corruptions change something" in why
-
-
-def test_a_corruption_that_is_missed_would_be_told(monkeypatch, rows, tmp_path):
-    from kvlab_pipeline.gate_page.corruptions import mutations
-
-    made = mutations.table(MUTATIONS[:3])
-    made[1]["detected"] = False
-    monkeypatch.setattr(mutations, "table", lambda: made)
-    monkeypatch.setattr("kvlab_pipeline.gate_page.page.trust", trust)
-    write(rows, CONTEXT, tmp_path / "GATE.md")
-    text = whole(tmp_path / "GATE.md")
-    assert "2 of 3 corruptions are detected" in text and "| no |" in text
-
-
-def test_the_baseline_against_itself_fails_at_most_at_the_nominal_rate(numbers, why):
-    alarms = numbers["power"]["alarms"]
-    registered = [alarm for alarm in alarms if alarm["allowed"] == "as registered"]
-    tried = [(alarm["base_rate"], alarm["n_items"]) for alarm in registered]
-    assert tried == [*((0.9, size) for size in sorted({*SIZES, 150, 320})), (0.5, 320)]  # 0.1 is below the floor
-    assert all(alarm["resamples"] >= 200 and alarm["rate"] <= NOMINAL for alarm in registered)
-    strictest = [alarm for alarm in alarms if alarm not in registered]
-    assert len(strictest) == len(SIZES) and all(alarm["low"] <= NOMINAL for alarm in strictest)
-    assert all(sum(alarm[word] for word in WORDS) == alarm["resamples"] for alarm in alarms)
-    assert "false alarm, which may be at most 2.5 % of the repeats" in why
-
-
-def test_planted_losses_have_their_curve(numbers, written):
-    curve = numbers["power"]["curve"]
-    assert {row["loss"] for row in curve} == set(LOSSES) >= {0.02, 0.05, 0.1}
-    with open(written / "detection.csv") as file:
-        drawn = list(csv.DictReader(file))
-    assert {(float(row["loss"]), int(row["n_items"])) for row in drawn} >= {(x, n) for x in LOSSES for n in SIZES}
-    assert (written / "detection.svg").read_text().startswith("<?xml")
-    large = [row for row in curve if row["loss"] >= 0.05]
-    assert all(row["within"] <= NOMINAL for row in large)
-    assert [row["word"] for row in numbers["power"]["needed"]] == ["within", "within", "beyond"]
-
-
-def test_the_sizes_hold_the_needles_of_this_run(written):
-    with open(written / "detection.csv") as file:
-        assert NEEDLES in {int(row["n_items"]) for row in csv.DictReader(file)}
-
-
-def test_the_curve_is_drawn_at_the_baselines_of_this_run_too(numbers):
-    own = [row for row in numbers["power"]["curve"] if row["base_rate"] == 0.5]
-    assert [(row["loss"], row["n_items"], row["churn"]) for row in own] == [(loss, 320, CHURN) for loss in LOSSES]
-    assert 0.1 not in {row["base_rate"] for row in numbers["power"]["curve"]}
-    perfect = [row for row in losses(REGISTRY.eval("needle").metrics[0], [(1.0, 200)])["curve"] if row["churn"] == 0]
-    assert {row["n_items"] for row in perfect} == {200} and perfect[0]["within"] == 1
-
-
-def test_a_registry_without_that_eval_has_no_curve(rows, tmp_path):
-    evals = {name: entry for name, entry in REGISTRY.evals.items() if name != "needle"}
-    write(rows, Context(registry.Registry(REGISTRY.mechanisms, evals)), tmp_path / "GATE.md")
-    assert "Planted losses" not in whole(tmp_path / "GATE.md")
-    assert (tmp_path / "detection.csv").read_text().startswith("base_rate,") and "<svg" in (
-        tmp_path / "detection.svg"
-    ).read_text()
-
-
 # ------------------------------------------------------------------------------------------ the page
 
 
@@ -563,7 +446,7 @@ def test_no_numeral_is_typed_into_a_template(template):
 
 def test_the_links_of_the_pages_lead_from_where_they_are_written(page, why, root):
     targets = re.findall(r"\]\(([^)]+)\)", page)
-    assert targets == ["GATE-reasons.md", "../../docs/gate.md", "GATE-reasons.md"]
-    assert re.findall(r"\]\(([^)]+)\)", why) == ["GATE.md", "detection.svg"]
+    assert targets == ["GATE-reasons.md", "../../docs/gate.md", "GATE-reasons.md", "TRUST.md"]
+    assert re.findall(r"\]\(([^)]+)\)", why) == ["GATE.md", "TRUST.md"]
     targets = targets[1:]
     assert (root / "results/gate" / targets[0]).resolve().relative_to(root) == Path("docs/gate.md")

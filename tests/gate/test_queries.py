@@ -8,8 +8,19 @@ from kvlab.core.errors import CapabilityError, StorageError, UnknownName, UserEr
 from kvlab.gate.catalogue import BY_NAME, groupable
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.store import open_store
-from kvlab.gate.store.queries import BEST, QUALITY_KEYS, SUMMARIES, UNJUDGED, diff, export, query, runs
-from kvlab.gate.store.selection import QUALITY, QUALITY_WORDS, schema
+from kvlab.gate.store.queries import (
+    BEST,
+    QUALITY,
+    QUALITY_KEYS,
+    QUALITY_WORDS,
+    SCHEMA,
+    SUMMARIES,
+    UNJUDGED,
+    diff,
+    export,
+    query,
+    runs,
+)
 from refusals import refused
 
 NASTY = (
@@ -63,7 +74,7 @@ def ids(table):
 
 def test_everything_comes_in_order_with_its_quality(store):
     table = query(store)
-    assert table.schema == schema() and list(schema()) == [*BY_NAME, *(name for name, _ in QUALITY)]
+    assert table.schema == SCHEMA and list(SCHEMA) == [*BY_NAME, *QUALITY]
     assert ids(table) == [f"r{i}" for i in range(7)]
     assert table["earned_tier"].to_list() == [tier for _, _, tier in TABLES]
     assert table["loss_share"].to_list() == [0, 0.25, 0.5, 0.75, 1.0, 1.25, None]
@@ -71,7 +82,7 @@ def test_everything_comes_in_order_with_its_quality(store):
 
 def test_the_best_among_certified_rows(store):
     best = query(store, best="top1_agreement", certified_only=True)
-    assert ids(best) == ["r4"] and best.columns == [name for name in schema() if name not in UNJUDGED]
+    assert ids(best) == ["r4"] and best.columns == [name for name in SCHEMA if name not in UNJUDGED]
     assert best.select("top1_agreement", "earned_tier", "derived_status", "loss").rows() == [
         (0.3, "supported", "completed", 1)
     ]
@@ -171,7 +182,7 @@ def test_what_cannot_be_queried_is_said_in_one_line(store, given, error, data):
 
 def test_what_can_be_best_and_what_is_summed_up_are_columns():
     assert set(BEST) <= set(BY_NAME)
-    assert {name for _, name in SUMMARIES.values()} <= set(schema())
+    assert {name for _, name in SUMMARIES.values()} <= set(SCHEMA)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +207,7 @@ def test_a_question_changes_nothing_and_answers_no_other(long_open, where, group
         assert "\n" not in str(error)
     else:
         assert set(where) <= {*BY_NAME, *QUALITY_WORDS} and set(group_by) <= set(groupable())
-        assert set(found.columns) <= {*schema(), "rows", *SUMMARIES}
+        assert set(found.columns) <= {*SCHEMA, "rows", *SUMMARIES}
         assert len(found) <= 11
     assert (long_open.select(content), long_open.connection.total_changes) == before
 
@@ -225,7 +236,7 @@ def test_export_is_what_a_query_finds(store, tmp_path):
 def test_export_of_nothing_has_its_columns(tmp_path):
     with open_store(tmp_path / "empty.db", create=True) as store:
         export(store, tmp_path / "none.parquet")
-    assert pl.read_parquet(tmp_path / "none.parquet").schema == schema()
+    assert pl.read_parquet(tmp_path / "none.parquet").schema == SCHEMA
 
 
 def test_a_store_is_not_exported_over_itself(store, tmp_path):

@@ -11,8 +11,8 @@ from kvlab.gate.catalogue.rows import EVIDENCE
 from kvlab.gate.check import check
 from kvlab.gate.evidence import parse
 from kvlab.gate.rules import Context
-from kvlab_pipeline.gate_page.corruptions.mutations import TODAY, as_row, valid_case
-from kvlab_pipeline.gate_page.corruptions.passing_case import PATTERN, VALUES
+from validation.gate.corruptions import TODAY, as_row, valid_case
+from validation.gate.passing_case import PATTERN, VALUES
 
 LATENT = {"mechanism": "kv_compression", "variant": "latent_lowrank", "method": "latent_lowrank"} | {
     "kind": "compression", "scope": "kv_cache", "lossless": False, "patterns": ["latent"],

@@ -10,9 +10,10 @@ from gate.sentinels import fields_of, sentinel, value_of
 from kvlab.core.errors import StorageError
 from kvlab.gate.catalogue import row_schema
 from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS
+from kvlab.gate.catalogue.kinds import MOST_CHARACTERS
 from kvlab.gate.catalogue.rows import PUBLISHED_NAMES, PUBLISHED_UNREAD, checked_row, read_rows, row_id
 from kvlab.gate.catalogue.strict import read_json
-from kvlab.gate.catalogue.values import MOST_CHARACTERS, RowError
+from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.reasons import CONFIG_REASONS
 from refusals import refused
 from tiers import examples

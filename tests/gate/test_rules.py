@@ -8,12 +8,12 @@ from kvlab.gate.cases import DTYPE_BITS, Case
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row, checked_row
 from kvlab.gate.check import check
-from kvlab.gate.observations import band_of
 from kvlab.gate.reasons import EVIDENCE_REASONS
 from kvlab.gate.registry.faults import NATIVE_DTYPES
 from kvlab.gate.rules import CRITERIA, FALSEHOODS, WAIVABLE, Context
-from kvlab_pipeline.gate_page.corruptions.mutations import valid_case
-from kvlab_pipeline.gate_page.corruptions.passing_case import VALUES
+from kvlab.gate.rules.counted import band_of
+from validation.gate.corruptions import valid_case
+from validation.gate.passing_case import VALUES
 
 BY_NAME = {criterion.name: criterion for criterion in CRITERIA}
 
@@ -23,6 +23,7 @@ def codes(name, given, where=CONTEXT):
 
 
 def test_every_criterion_is_in_order():
+    assert [criterion.number for criterion in CRITERIA] == list(range(len(CRITERIA)))
     for criterion in CRITERIA:
         assert criterion.ceiling in TIERS[1:] and criterion.why and "\n" not in criterion.why
         assert (criterion.name in WAIVABLE) != criterion.hard

@@ -73,7 +73,7 @@ def _coded_bytes() -> dict[str, str]:
 
 def mutations() -> list[dict[str, Any]]:
     """The gate's table of corruptions, each with the code that finds it."""
-    from kvlab_pipeline.gate_page.corruptions.mutations import table
+    from validation.gate.corruptions import table
 
     return table()
 

@@ -34,7 +34,7 @@ rule gate_rows:
 
 
 rule gate_report:
-    """GATE.md: what may be claimed of every row of every model; beside it why, and how far the gate can be trusted.
+    """GATE.md: what may be claimed of every row of every model; beside it why.
 
     Rows that would be certified are measured again, on a few items; of the default run's none would be.
     """
@@ -51,8 +51,6 @@ rule gate_report:
         page=report("results/gate/GATE.md", caption="../report/gate.rst", category="Verdict"),
         reasons="results/gate/GATE-reasons.md",
         claims="results/gate/claims.json",
-        detection=report("results/gate/detection.svg", caption="../report/detection.rst", category="Figures"),
-        numbers="results/gate/detection.csv",
     log:
         "results/logs/gate/report.log",
     benchmark:
@@ -84,10 +82,47 @@ rule gate_report:
         " > {log:q} 2>&1"
 
 
+rule gate_trust:
+    """TRUST.md: what the gate says of planted corruptions and losses, and of this run's baselines against themselves."""
+    input:
+        template="validation/gate/templates/trust.md.j2",
+        mechanisms="src/kvlab/gate/registry/mechanisms.yaml",
+        evals="src/kvlab/gate/registry/evals.yaml",
+        rows=expand("results/gate/rows/{model}.json", model=JUDGED),
+        current=expand("results/gate/current/{model}.json", model=JUDGED),
+        records=expand("results/mechanisms/{model}/{engine}.json", model=JUDGED, engine=PARAMS.engines),
+        scores=expand("results/mechanisms/{model}/{engine}.parquet", model=JUDGED, engine=PARAMS.engines),
+    output:
+        page="results/gate/TRUST.md",
+        detection=report("results/gate/detection.svg", caption="../report/detection.rst", category="Figures"),
+        numbers="results/gate/detection.csv",
+    log:
+        "results/logs/gate/trust.log",
+    benchmark:
+        "results/benchmarks/gate/trust.tsv"
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    params:
+        code=Code("validation.gate.page"),
+        cfg=parameters("engines"),
+    message:
+        "gate: {output.page}"
+    shell:
+        "python -m kvlab step gate_trust {input.rows:q}"
+        " --current {input.current:q}"
+        " --records {input.records:q}"
+        " --mechanisms {input.mechanisms:q}"
+        " --evals {input.evals:q}"
+        " --out {output.page:q}"
+        " > {log:q} 2>&1"
+
+
 rule gate:
     """What may be claimed of every mechanism, and why not more."""
     input:
         rules.gate_report.output,
+        rules.gate_trust.output,
     params:
         cfg=parameters("model"),
     message:

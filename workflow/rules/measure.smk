@@ -17,12 +17,12 @@ for unit, contents in UNITS.items():
             f"results/logs/measure/{{model}}/{unit}.log",
         benchmark:
             f"results/benchmarks/measure/{{model}}/{unit}.tsv"
-        priority: SHORTEST_FIRST.index(unit) + 2 if unit in SHORTEST_FIRST else 0
+        priority: LAST_FIRST.index(unit) + 2 if unit in LAST_FIRST else 0
         threads: PARAMS.jobs.threads
         resources:
             mem_mb=8000,
             runtime=480,
-            device=accelerators(),
+            device=max(accelerators(), int("vllm" in engines_of(contents))),
             gpu=gpus(*engines_of(contents)),
         params:
             code=measured_code(unit),

@@ -148,9 +148,10 @@ rule residual:
 LADDER_MADE = ["facts", "further"] if FURTHER else ["facts"]
 
 
-# The longest begins first, as the default run took on two cores: what ends last should not begin last. Before these goes
-# what they wait for, and what takes seconds fills the gaps (0).
-SHORTEST_FIRST = ("hf-float32", plan.LADDER, "float32", "bfloat16", "hf-mechanisms", "vllm-mechanisms")
+# Those with vLLM follow one another, and are half of the default run on two cores; the longest of the others go beside
+# them, the one with the most memory (hf-float32) not beside float32. Before these goes what they wait for, and what
+# takes seconds fills the gaps (0).
+LAST_FIRST = ("hf-float32", plan.LADDER, "hf-mechanisms", "bfloat16", "float32", "vllm-mechanisms")
 
 
 rule ladder_jobs:
@@ -172,7 +173,7 @@ rule ladder_jobs:
         "results/logs/ladder/{model}/jobs.log",
     benchmark:
         "results/benchmarks/ladder/{model}/jobs.tsv"
-    priority: SHORTEST_FIRST.index(plan.LADDER) + 2
+    priority: LAST_FIRST.index(plan.LADDER) + 2
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=8000,

@@ -8,6 +8,9 @@ from pydantic import model_serializer
 
 from kvlab.core.codec_settings import Frozen, without
 
+LEAST = 0.98
+"""Of the bits per value that a codec was asked for: what it stores at least, as allocations meet them on average."""
+
 
 class Proof(Frozen):
     """What only one engine has, as found in the running one.

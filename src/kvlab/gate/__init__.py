@@ -1,1 +1,1 @@
-"""Whether a row may be published: held against registries and evidence; `rules.py` lists the criteria."""
+"""Whether a row may be published: held against registries and evidence; `rules/` has the criteria by number."""

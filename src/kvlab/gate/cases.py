@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvlab.gate.catalogue.rows import Row, fields
-from kvlab.gate.catalogue.values import Value
+from kvlab.gate.catalogue.columns import RowFields
+from kvlab.gate.catalogue.rows import Row
+from kvlab.gate.catalogue.values import Value, taken
 from kvlab.gate.evidence import Derived, Evidence, status, well_formed
 from kvlab.gate.multiple_testing import Standing
 from kvlab.gate.reasons import Reason
@@ -69,33 +70,34 @@ class Case:
     others: tuple[Reason, ...] = ()
 
     @cached_property
-    def _fields(self) -> tuple[dict[str, Value], list[Reason]]:
-        return fields(self.row.values)
+    def _taken(self) -> tuple[RowFields, list[Reason]]:
+        return taken(self.row.values)
 
     @property
+    def fields(self) -> RowFields:
+        """The fields that hold what the catalogue allows; None where the row says nothing of one."""
+        return self._taken[0]
+
+    @cached_property
     def values(self) -> dict[str, Value]:
-        """The fields that hold what the catalogue allows."""
-        return self._fields[0]
+        """The same by name."""
+        return self.fields.model_dump()
 
     @property
     def malformed(self) -> list[Reason]:
         """What the catalogue does not allow."""
-        return self._fields[1]
-
-    def get(self, name: str) -> Value:
-        """One field; None when the row says nothing of it."""
-        return self.values.get(name)
+        return self._taken[1]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The combined mechanisms, as in ``kv_quantization+speculative_decoding``; empty when none is declared."""
-        mechanism = self.get("mechanism")
+        mechanism = self.fields.mechanism
         return () if mechanism is None else tuple(mechanism.split("+"))
 
     @cached_property
     def variants(self) -> tuple[str, ...]:
         """Their variants, as in ``fp8_e4m3+mtp``."""
-        return tuple((self.get("mechanism_variant") or "none").split("+"))
+        return tuple((self.fields.mechanism_variant or "none").split("+"))
 
     @cached_property
     def parts(self) -> tuple[CombinedPart, ...]:
@@ -127,6 +129,17 @@ class Case:
         return bool(self.of_kind("compression"))
 
     @property
+    def patterned(self) -> tuple[Mechanism, ...]:
+        """Its registered mechanisms that read or keep less by a pattern."""
+        return tuple(one for one in self.of_kind("compression") if one.patterns)
+
+    @property
+    def stores_all(self) -> bool:
+        """Whether all that it declares acts on reading: its cache is as large as ever."""
+        kinds = self.of_kind("compression")
+        return bool(kinds) and all(one.patterns and one.scope == "attention" for one in kinds)
+
+    @property
     def speculates(self) -> bool:
         """Whether it declares speculative decoding."""
         return bool(self.of_kind("speculative"))
@@ -134,12 +147,12 @@ class Case:
     @property
     def native_bits(self) -> int | None:
         """Bits of an element of the uncompressed cache; None when the dtype is not known."""
-        return DTYPE_BITS.get(self.get("dtype") or "")
+        return DTYPE_BITS.get(self.fields.dtype or "")
 
     @property
     def held_bits(self) -> float | None:
         """Bits per element of the cache, from the bytes that were counted; None when they were not."""
-        held, elements = self.get("kv_bytes"), self.get("kv_values")
+        held, elements = self.fields.kv_bytes, self.fields.kv_values
         return None if held is None or not elements else 8 * held / elements
 
     @cached_property
@@ -150,7 +163,7 @@ class Case:
     @property
     def cited(self) -> Evidence | None:
         """The evidence of the eval that the row names, which its own counts are of; of none, the first."""
-        named = self.get("quality_eval_id")
+        named = self.fields.quality_eval_id
         return next((one for one in self.evidence if one.quality_eval_id == named), next(iter(self.evidence), None))
 
     @cached_property

@@ -27,13 +27,13 @@ from kvlab.gate.cases import BASELINE, Case, Context
 from kvlab.gate.catalogue.columns import COLUMNS, DECLARED, TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.catalogue.values import Value
-from kvlab.gate.counts import others_of
 from kvlab.gate.evidence import ALPHA, Status
 from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.multiple_testing import standings
 from kvlab.gate.reasons import Reason
 from kvlab.gate.replay import NOT_REPLAYED, Replay, Replayer
 from kvlab.gate.rules import CRITERIA, Criterion
+from kvlab.gate.rules.counts import others_of
 from kvlab.gate.waivers import Waiver
 
 Word = Literal["pass", "waived", "fail", "not_applicable"]
@@ -200,7 +200,7 @@ def _replayed(cases: list[Case], replayer: Replayer) -> list[Case]:
     """The cases with what measuring again found of those that would be certified, and of their baselines."""
 
     def beside(case: Case) -> tuple[Value, ...]:
-        return tuple(case.get(name) for name in BESIDE)
+        return tuple(case.values[name] for name in BESIDE)
 
     best = [number for number, case in enumerate(cases) if claim_of(case).earned == TIERS[0]]
     tried = {beside(cases[number]) for number in best if set(cases[number].names) != {BASELINE}}
@@ -227,14 +227,14 @@ def _verdict(counts: dict[str, int], strict: bool) -> Verdict:
 
 def claim_of(case: Case) -> Claim:
     """What one row earns, and everything that is wrong with it."""
-    claimed = case.get("support_status")
+    claimed = case.fields.support_status
     findings = tuple(filter(None, (_finding(criterion, case, claimed) for criterion in CRITERIA)))
     judged = bool(case.names or findings)
     status = case.derived.status if judged else None
     return Claim(
         # a file's name may hold bytes that are no text; a report is text
         source=case.row.source.encode("utf-8", "backslashreplace").decode(),
-        row={name: case.get(name) for name in REFERENCE},
+        row={name: case.values[name] for name in REFERENCE},
         claimed=claimed,
         earned=_earned(claimed, findings) if judged else None,
         status=status,

@@ -53,7 +53,7 @@ def _here(
 def report_verb(
     rows: OfRows,
     context: OfContext,
-    out: Annotated[Path, result("the page; its figure is written beside it")],
+    out: Annotated[Path, result("the page; its reasons are written beside it")],
     replayer: Annotated[Any, FromFlags(_named)],
     records: Annotated[
         list[Path],
@@ -68,12 +68,11 @@ def report_verb(
     ] = (),
     json: Annotated[Path | None, result("what the page says of each row")] = None,
 ) -> None:
-    """Write GATE.md: what every row earns and why, what is best of it, and how far the gate can be trusted.
+    """Write GATE.md: what every row earns and why, and what is best of it.
 
     Rows that earn less than they claim are no failure here, the page says so; `kvlab gate check` is what fails.
-    Corruptions, false alarms and planted losses are played anew, from seeds: equal rows give equal bytes, but for which
-    items were measured again and when. The curve of planted losses is drawn beside the page, as detection.svg and
-    detection.csv.
+    Equal rows give equal bytes, but for which items were measured again and when. How far the gate itself can be
+    trusted is written by `kvlab step gate_trust`.
     """
     from kvlab_pipeline.gate_page.page import write
     from kvlab_pipeline.gate_page.samples import read

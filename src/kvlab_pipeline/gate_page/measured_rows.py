@@ -20,7 +20,7 @@ from kvlab.core.records import read_json, write_json
 from kvlab.gate import registry
 from kvlab.gate.cases import DTYPE_BITS
 from kvlab.gate.catalogue import EVIDENCE, checked_row
-from kvlab.gate.catalogue.columns import MOST_CHARACTERS
+from kvlab.gate.catalogue.kinds import MOST_CHARACTERS
 from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build, measured, paired
 from kvlab.output.terminal import printable
 from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, METRICS, NEEDLE, TASKS, scored_items

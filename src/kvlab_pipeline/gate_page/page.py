@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvlab.core.records import atomic, write_json, write_text
+from kvlab.core.records import write_json, write_text
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import TIERS, TOO_LOSSY
 from kvlab.gate.catalogue.rows import Row
@@ -19,17 +19,16 @@ from kvlab.gate.replay import NOT_REPLAYED, Replayer
 from kvlab.output import format as fmt
 from kvlab.output import markdown
 from kvlab_pipeline.gate_page import ways
-from kvlab_pipeline.gate_page.corruptions.trust import trust
-from kvlab_pipeline.gate_page.detection import picture, table
 from kvlab_pipeline.gate_page.reasons import reasons
 from kvlab_pipeline.gate_page.recommendation import Recommendation
-from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER, Ratio, RowSummary
-from kvlab_pipeline.gate_page.samples import Repeat, Samples
+from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER, RowSummary
+from kvlab_pipeline.gate_page.samples import Samples
 from kvlab_pipeline.gate_page.summary import Best, GateSummary, judged
 from kvlab_pipeline.gate_page.written_table import WORDS, written_table
 
 TEMPLATE, REASONS = (Path(__file__).parent / "templates" / f"{name}.md.j2" for name in ("page", "reasons"))
-FIGURE = "detection"
+TRUST = "TRUST.md"
+"""Written beside it by `kvlab step gate_trust`."""
 NO_BREAK = "\N{NO-BREAK SPACE}"
 PER_CENT = 100.0
 NEEDLES = "needle_recall"
@@ -51,7 +50,7 @@ def write(
 ) -> GateSummary:
     """Judge rows, and write the page, and to `claims` what it says as JSON.
 
-    Beside the page lie its reasons (``GATE-reasons.md`` of ``GATE.md``) and their figure (SVG and CSV).
+    Beside the page lie its reasons (``GATE-reasons.md`` of ``GATE.md``).
 
     Parameters
     ----------
@@ -71,19 +70,10 @@ def write(
         As in `judged`.
     """
     report, summary = judged(rows, context, samples, replayer)
-    asked = [line.baseline[NEEDLES] for line in summary.rows if NEEDLES in line.baseline]
-    answered = {(measure.value, measure.n) for measure in asked}
-    found = trust(context.registry, answered, _repeats(summary, samples or {}))
     beside = reasons_of(out)
     told = {model: said for model, said in (disclosures or {}).items() if any(r.model == model for r in summary.rows)}
-    text = markdown.render(TEMPLATE, **page(summary), reasons=beside.name, disclosures=told)
-    shown = {"page": out.name, "figure": f"{FIGURE}.svg", "disclosures": told}
-    why = markdown.render(REASONS, **reasons(report, summary, found), **shown)
-    numbers = table(found["power"]["curve"] if found["power"] else [])
-    with atomic(out.with_name(f"{FIGURE}.csv")) as temporary:
-        numbers.write_csv(temporary)
-    with atomic(out.with_name(f"{FIGURE}.svg")) as temporary:
-        picture(numbers, temporary)
+    text = markdown.render(TEMPLATE, **page(summary), reasons=beside.name, trust=TRUST, disclosures=told)
+    why = markdown.render(REASONS, **reasons(report, summary), page=out.name, trust=TRUST, disclosures=told)
     if claims:
         write_json(claims, summary.to_json())
     write_text(beside, why)
@@ -94,13 +84,6 @@ def write(
 def reasons_of(out: Path) -> Path:
     """Where the reasons of a page lie."""
     return out.with_name(f"{out.stem}-reasons{out.suffix}")
-
-
-def _repeats(summary: GateSummary, samples: Samples) -> Iterator[tuple[str, Repeat]]:
-    """Every metric of every baseline that is told and was scored twice, with its `row_id`."""
-    for line in summary.rows:
-        if line.mechanism == BASELINE and line.metrics and (line.run, line.row_id) in samples:
-            yield from ((line.row_id, repeat) for repeat in samples[line.run, line.row_id].repeats)
 
 
 # ----------------------------------------------------------------------------------------- the page
@@ -177,13 +160,6 @@ def _no_best(best: Best, summary: GateSummary) -> str:
     return f"not told apart: {', '.join(tied)}" if tied else "none is certified"
 
 
-def ratio(found: Ratio | None) -> str:
-    """A ratio, with its interval where it has one."""
-    if found is None or found.low is None:
-        return fmt.number(found and found.value)
-    return fmt.estimate(found.model_dump()).replace(", ", f",{NO_BREAK}")
-
-
 def named(line: RowSummary) -> str:
     """A row's mechanism, with the bits that were asked for."""
     return line.name + (f" at {line.bits} bits" if line.bits else "")
@@ -236,7 +212,7 @@ def table_line(line: RowSummary) -> dict[str, Any]:
         "bits": fmt.number(line.bits),
         "stored": fmt.number(line.bits_per_value),
         "throughput": fmt.number(line.throughput_tok_s),
-        "ratio": ratio(line.throughput_ratio),
+        "ratio": fmt.estimate(line.throughput_ratio).replace(", ", f",{NO_BREAK}"),
         "capacity": fmt.number(line.capacity_ratio),
         "protocol": line.protocol,
         "span": line.stored_span,

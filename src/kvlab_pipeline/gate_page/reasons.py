@@ -1,4 +1,4 @@
-"""GATE-reasons.md: what each row's claim rests on, and how far the gate itself can be trusted."""
+"""GATE-reasons.md: what each row's claim rests on, and by what it is judged."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.render import left, p_value
 from kvlab.gate.rules import CRITERIA, PUBLISHED, Criterion
 from kvlab.output import format as fmt
-from kvlab_pipeline.gate_page.power import WORDS
 from kvlab_pipeline.gate_page.row_summary import RowSummary
 from kvlab_pipeline.gate_page.summary import GateSummary
 
 
-def reasons(report: GateReport, summary: GateSummary, found: dict[str, Any]) -> dict[str, Any]:
+def reasons(report: GateReport, summary: GateSummary) -> dict[str, Any]:
     """Everything that the template of the reasons names but its links, as text ready to print."""
     return {
         "details": [detail(line, report) for line in summary.rows if line.measured],
-        "trust": trust_context(found),
         "tested": report.tested,
         "alpha": fmt.percent(report.alpha, 1),
         "registry": report.registry,
@@ -71,75 +69,6 @@ def judgement_line(judgement: Judgement) -> dict[str, str]:
         "p": p_value(judgement.p),
         "needed": fmt.whole(judgement.needed_n),
     }
-
-
-# ------------------------------------------------------------------------------------- the gate itself
-
-
-def trust_context(found: dict[str, Any]) -> dict[str, Any]:
-    """How far the gate can be trusted, as text."""
-    corruptions = found["mutations"]
-    return {
-        "made": len(corruptions),
-        "detected": sum(line["detected"] for line in corruptions),
-        "codes": len({line["code"] for line in corruptions}),
-        "kinds": found["kinds"],
-        "seen": sum(kind["published_sees"] for kind in found["kinds"]),
-        "passed": sum(kind["published_passes"] for kind in found["kinds"]),
-        "repeats": [repeat_line(repeat) for repeat in found["repeats"]],
-        "corruptions": corruptions,
-        "power": power_context(found["power"]) if found["power"] else None,
-    }
-
-
-def power_context(power: dict[str, Any]) -> dict[str, Any]:
-    """False alarms and planted losses, as text."""
-    registered = [alarm for alarm in power["alarms"] if alarm["allowed"] == "as registered"]
-    return {
-        "key": power["key"],
-        "margin": fmt.percent(power["margin"]),
-        "base_rate": fmt.percent(power["base_rate"]),
-        "churn": fmt.percent(power["churn"]),
-        "resamples": fmt.number(power["resamples"]),
-        "often": fmt.percent(power["often"]),
-        "nominal": fmt.percent(registered[0]["nominal"], 1),
-        "alarms": [alarm_line(alarm) for alarm in power["alarms"]],
-        "false": sum(alarm["beyond"] for alarm in registered),
-        "open": sum(alarm["open"] for alarm in registered),
-        "repeats": sum(alarm["resamples"] for alarm in registered),
-        "curve": [curve_line(row) for row in power["curve"]],
-        "needed": [
-            {"loss": fmt.percent(row["loss"]), "word": row["word"], "size": fmt.whole(row["items"])}
-            for row in power["needed"]
-        ],
-    }
-
-
-def repeat_line(repeat: dict[str, Any]) -> dict[str, str]:
-    """How often a baseline that was scored twice is called what, over resamples of its items."""
-    counts = {word: fmt.number(repeat[word]) for word in WORDS}
-    changed = f"{repeat['changed']} of {repeat['n_items']}"
-    return {"where": repeat["where"], "key": repeat["key"], "changed": changed} | counts
-
-
-def alarm_line(alarm: dict[str, Any]) -> dict[str, str]:
-    """How often the baseline was called what against itself; how often worse also in per cent."""
-    rate = {"value": alarm["rate"], "low": alarm["low"], "high": alarm["high"]}
-    return {
-        "allowed": alarm["allowed"],
-        "answers": fmt.percent(alarm["base_rate"], 1),
-        "size": fmt.number(alarm["n_items"]),
-        "repeats": fmt.number(alarm["resamples"]),
-        **{word: fmt.number(alarm[word]) for word in WORDS},
-        "rate": f"{fmt.estimate(rate, 100)} %",
-    }
-
-
-def curve_line(row: dict[str, Any]) -> dict[str, str]:
-    """How often each word was given for one loss and size."""
-    shares = {word: fmt.percent(row[word], 1) for word in WORDS}
-    given = {"answers": fmt.percent(row["base_rate"], 1), "churn": fmt.percent(row["churn"], 1)}
-    return given | {"loss": fmt.percent(row["loss"]), "size": fmt.number(row["n_items"])} | shares
 
 
 def criterion_line(criterion: Criterion) -> dict[str, str]:

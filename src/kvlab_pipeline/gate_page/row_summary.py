@@ -7,18 +7,10 @@ from kvlab.core.recipe import WHOLE
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.evidence import Measure
 from kvlab.gate.replay import Replay
+from kvlab.stats.bootstrap import Estimate
 
 BEST_TIER = TIERS[0]
 BASELINE = "baseline"
-
-
-class Ratio(Frozen):
-    """Of throughputs, over that of the baseline; without an interval where the windows' times are not there."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-    n: int | None = None
 
 
 class RowSummary(Frozen):
@@ -26,9 +18,9 @@ class RowSummary(Frozen):
 
     Parameters
     ----------
-    throughput_ratio : Ratio or None
-        Over that of the baseline of the same run; None where there is not exactly one. Of mean seconds over the same
-        windows where these are known, and of the throughputs otherwise.
+    throughput_ratio : Estimate or None
+        Over that of the baseline of the same run, by mean seconds over the same windows; None where there is not
+        exactly one, or the windows' times are not known.
     capacity_ratio : float or None
         Tokens that fit into the engine's own cache, over those of the baseline in as much memory, by the engine's own
         count of both; None where the row is not what that cache holds.
@@ -72,7 +64,7 @@ class RowSummary(Frozen):
     bits_per_value: float | None
     compression_ratio: float | None
     throughput_tok_s: float | None
-    throughput_ratio: Ratio | None
+    throughput_ratio: Estimate | None
     capacity_ratio: float | None
     page_bits: float | None = None
     exact_bits: float | None = None

@@ -18,11 +18,12 @@ from kvlab.gate.check import Claim, GateReport, check
 from kvlab.gate.evidence import Measure, measured, paired, parse, problems
 from kvlab.gate.reasons import Reason
 from kvlab.gate.replay import Replayer
+from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.gate_page.recommendation import Recommendation, answers
-from kvlab_pipeline.gate_page.row_summary import BASELINE, Ratio, RowSummary
+from kvlab_pipeline.gate_page.row_summary import BASELINE, RowSummary
 from kvlab_pipeline.gate_page.samples import Sampled, Samples, speed
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 ALIKE = ("run", "model", "engine", "device", "dtype", "context_tokens")
 """Fields in which a row and the baseline that its throughput is held against are equal."""
 
@@ -226,21 +227,12 @@ def _in_pages(row: Row) -> dict[str, float]:
     return {"page_bits": 8 * held / values, "exact_bits": 8 * (row.values.get("exact_bytes") or 0) * tokens / values}
 
 
-def _ratio(row: Row, rows: Sequence[Row], samples: Samples) -> Ratio | None:
-    own, plain = row.values.get("throughput_tok_s"), _plain(row, rows, "throughput_tok_s")
-    if own is None or len(plain) != 1:
+def _ratio(row: Row, rows: Sequence[Row], samples: Samples) -> Estimate | None:
+    """How many times as fast as the baseline."""
+    plain = _plain(row, rows, "throughput_tok_s")
+    if len(plain) != 1 or not {_place(row), _place(plain[0])} <= samples.keys():
         return None
-    found = _speed(_place(row), _place(plain[0]), samples)
-    if found is None:
-        return Ratio(value=own / plain[0].values["throughput_tok_s"])
-    return Ratio(value=found.value, low=found.low, high=found.high, n=found.n_windows)
-
-
-def _speed(place: tuple, other: tuple, samples: Samples):
-    """How many times as fast as another row; None where that is not known of both."""
-    if place not in samples or other not in samples:
-        return None
-    return speed(samples[place].seconds, samples[other].seconds)
+    return speed(samples[_place(row)].seconds, samples[_place(plain[0])].seconds)
 
 
 def _counting(claim: Claim) -> list[Reason]:

@@ -18,18 +18,18 @@ from kvlab_pipeline.studies.settings import by_model, sections
 
 LEAST_CONTEXT = 8  # as of `Windows.context`
 
-WINDOWS = 16  # half of them of each text
-# What a model of some hundred million parameters takes about a quarter of an hour for on two cores.
+WINDOWS = 8  # half of them of each text
+# What a model of some hundred million parameters takes some twelve minutes for on two cores.
 ASKED = ("ladder", "layers", "noise")
 SAID = {
-    "baseline": {"hf_attention": ["sdpa"]},
-    "gap": {"windows": 8, "other_windows": 4},
+    "baseline": {"hf_attention": ["sdpa"], "windows": 4},
+    "gap": {"other_windows": 2},
     "ladder": {"codecs": ["klt", "hadamard", "kivi", "fp8", "archive"], "ablated": [], "in_forward": []},
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
         "codecs": ["archive"],
         "in_forward": [],
-        "pages": ["klt", "hadamard"],
+        "pages": ["klt"],
         "caches": ["klt", "kivi", "fp8"],
         "cached_bits": [4],
         "cache_dtypes": ["fp8_e4m3"],
@@ -48,7 +48,7 @@ TEMPLATE = Template("""\
 # yaml-language-server: $$schema=workflow/schemas/config.schema.json
 # What a person changes. Every other parameter has a default; all of them, with what is allowed: config/PARAMS.md.
 # `kvlab params` checks this file and prints it with every default written out, and the recipe ids.
-# A smaller study is one edit, as `test: 8` under `windows`; `make findings PRESET=full` measures more of everything.
+# A smaller study is one edit, as `test: 4` under `windows`; `make findings PRESET=full` measures more of everything.
 # For one run: `dvc exp run -S bits=4`, or `-S '++noise.seed=3'` for what this file does not say.
 
 bits: 3                       # K stream: bits per coefficient of `codec`, per value of the default `klt`; 1..8
@@ -67,7 +67,7 @@ windows:
   context: $context                # tokens whose K and V are coded
   eval: 128                   # tokens that are scored after them
   test: $test                    # windows that are scored, half of them of each text
-  calib: 100                  # windows that the calibration sees (51,200 tokens); never the scored ones
+  calib: 64                   # windows that the calibration sees (32,768 tokens); never the scored ones
   other: $other                   # windows of `corpus.other` that are scored
   seed: 0
 

@@ -11,8 +11,8 @@ from kvlab.gate import registry
 from kvlab.gate.check import Claim, check
 from kvlab.gate.rules import Context
 from kvlab_mechanisms.serving.policies.canary import TRANSITIONS, Canary, CanaryRefused, Terms, evidence_missing
-from kvlab_pipeline.gate_page.corruptions.mutations import TODAY, as_row, valid_case
 from refusals import refused
+from validation.gate.corruptions import TODAY, as_row, valid_case
 
 pytestmark = pytest.mark.full
 

@@ -29,7 +29,7 @@ def row(row_id, model, earned, mechanism="kv_compression", variant="klt", **chan
     told = dict.fromkeys(RowSummary.model_fields)
     told |= {"row_id": row_id, "model": model, "engine": "hf", "mechanism": mechanism, "mechanism_variant": variant}
     told |= {"bits": 4, "bits_per_value": 4.19, "throughput_tok_s": 1234.5, "measured": True}
-    told |= {"throughput_ratio": {"value": 0.247, "low": 0.243, "high": 0.252, "n": 32}, "protocol": "snapshot"}
+    told |= {"throughput_ratio": {"value": 0.247, "low": 0.243, "high": 0.252, "n_windows": 32}, "protocol": "snapshot"}
     told |= {"stored_span": "context", "device": "cpu", "dtype": "bfloat16", "context_tokens": 512}
     told |= {"word": "pass", "codes": [], "open": [], "untold": [], "beyond": []}
     told |= {"metrics": {"kl": MEASURED, "needle_recall": NEEDLES}, "earned": earned, "claimed": "supported"}

@@ -232,6 +232,12 @@ def test_no_time_on_the_clock_for_jobs_of_different_days(cost):
     assert cost.on_the_clock([*together, ("noise", 40.0, 700.0, 90000.0)]) is None
 
 
+def test_memory_is_that_of_jobs_that_ran_at_one_time(cost):
+    jobs = [("a", 10.0, 500.0, 10.0), ("b", 5.0, 300.0, 12.0), ("c", 20.0, 400.0, 30.0), ("d", 8.0, 200.0, 20.0)]
+    assert cost.at_once(jobs) == 800.0  # a with b; c begins when a has ended, and with it b and then d
+    assert cost.at_once([*jobs, ("e", 1.0, 450.0, 11.0)]) == 1150.0  # of b, c and e
+
+
 def test_a_limit_that_is_passed_says_no(cost):
     assert cost.against(cost.LIMITS["MiB"] + 1, "MiB")[1] == "NO"
     assert cost.against(cost.LIMITS["MiB"] - 1, "MiB")[1] == "yes"
@@ -239,6 +245,6 @@ def test_a_limit_that_is_passed_says_no(cost):
 
 def test_a_benchmark_counts_for_its_stage_whatever_its_model(cost, outcome, place, monkeypatch):
     job = outcome.Job("cells_job", ("results/cells/m/x.parquet",), "results/logs/cells/m/x.log")
-    (place / job.benchmark).write_text("s\tmax_rss\n1.5\t20\n")
+    (place / job.benchmark).write_text("s\tmax_pss\n1.5\t20\n")
     monkeypatch.setattr(cost.outcome, "planned_jobs", lambda _: [job])
     assert [row[:3] for row in cost.benchmarks(place)] == [("cells", 1.5, 20.0)]

@@ -99,7 +99,9 @@ def written(verb, out, records):
     elif verb == "needles":
         beside = [f"{out.stem}.json", "ruler.parquet", "ruler.json"]
     elif verb == "gate_report":
-        beside = [f"{out.stem}-reasons.md", "detection.svg", "detection.csv"]
+        beside = [f"{out.stem}-reasons.md"]
+    elif verb == "gate_trust":
+        beside = ["detection.svg", "detection.csv"]
     elif verb == "page" and out.name == "REPORT.md":
         beside = [f"{Path(record).stem}.svg" for record in records]
     elif verb == "report":

@@ -16,7 +16,7 @@ MODELS, BITS = ("reference", "other"), (2, 3, 4)
 WITHOUT_BITS = {"weights", "corpus", "needles", "asked", "capture", "sigma", "components", "archive", "planted"}
 WITHOUT_BITS |= {"restore", "policy", "bitplanes", "placement", "tradeoffs", "capacity", "service"}
 WITHOUT_BITS |= {"ranks", "micro", "page"}
-WITHOUT_BITS |= {"rows", "gate_report"}  # the gate's rows have bits of their own
+WITHOUT_BITS |= {"rows", "gate_report", "gate_trust"}  # the gate's rows have bits of their own
 # What is asked for is said by the codecs' names alone, and single operations are timed without a model.
 OF_NO_MODEL = ("calib/asked/", "results/micro/")
 MECHANISMS = "jobs results/mechanisms/"  # the gate judges codecs at bits of their own

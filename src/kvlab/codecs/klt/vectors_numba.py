@@ -1,6 +1,6 @@
 """What a compiler does not make vectors of by itself: bytes turned round, digits' table values, and halves as floats.
 
-A table of at most 32 values lies in one or two vectors of AVX-512, which take an index for each of sixteen places.
+A table lies in one to sixteen vectors of AVX-512, which take an index for each of sixteen places.
 Where the processor has none, the same is a plain loop. Where numba is not installed, nothing imports this module.
 """
 
@@ -40,81 +40,85 @@ PERMUTES = has_permutes()
 PERMUTE = {1: "llvm.x86.avx512.permvar.sf.512", 2: "llvm.x86.avx512.vpermi2var.ps.512"}  # by vectors of a table
 
 
-def _permuting(tables):
-    """Values of the symbols at `at`, `at` + 1, ... by the table at `first`, so many vectors long, by an instruction."""
+def permuted(builder, values, index):
+    """Of a table in 1, 2, 4, ... vectors the values at an index each; bits above those of the table are ignored.
 
-    @intrinsic
-    def sixteen(_typing, table, first, symbols, at, out, to):
-        def made(context, builder, signature, given):
-            kinds, (table, first, symbols, at, out, to) = signature.args, given
-            start = vector_at(context, builder, kinds[0], table, first, FLOATS)
-            parts = [builder.load(builder.gep(start, [ir.IntType(32)(n)]), align=4) for n in range(tables)]
-            index = builder.load(vector_at(context, builder, kinds[2], symbols, at, BYTES), align=1)
-            given = [parts[0], builder.zext(index, WHOLES), *parts[1:]]
-            kind = ir.FunctionType(FLOATS, [part.type for part in given])
-            found = builder.call(get_or_insert_function(builder.module, kind, PERMUTE[tables]), given)
-            builder.store(found, vector_at(context, builder, kinds[4], out, to, FLOATS), align=4)
-            return context.get_dummy_value()
-
-        return types.void(table, types.intp, symbols, types.intp, out, types.intp), made
-
-    return sixteen
+    The instruction takes one vector or two; of more, the highest bit says which half.
+    """
+    half = len(values) // 2
+    if half > 1:
+        one, other = (permuted(builder, part, index) for part in (values[:half], values[half:]))
+        high = builder.and_(index, splat(builder, ir.IntType(32)(half * LANES), WHOLES))
+        return builder.select(builder.icmp_unsigned("!=", high, ir.Constant(WHOLES, None)), other, one)
+    kind = ir.FunctionType(FLOATS, [FLOATS, WHOLES] + [FLOATS] * (len(values) - 1))
+    permute = get_or_insert_function(builder.module, kind, PERMUTE[len(values)])
+    return builder.call(permute, [values[0], index, *values[1:]])
 
 
-_of_16, _of_32 = _permuting(1), _permuting(2)
+@intrinsic
+def _of_16(_typing, table, first, symbols, at, out):
+    """Sixteen values of symbols by the table at `first`, one vector long."""
+
+    def made(context, builder, signature, given):
+        kinds, (table, first, symbols, at, out) = signature.args, given
+        values = [builder.load(vector_at(context, builder, kinds[0], table, first, FLOATS), align=4)]
+        index = builder.load(vector_at(context, builder, kinds[2], symbols, at, BYTES), align=1)
+        found = permuted(builder, values, builder.zext(index, WHOLES))
+        builder.store(found, vector_at(context, builder, kinds[4], out, at, FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(table, types.intp, symbols, types.intp, out), made
 
 
 def _unpacking(digits, tables):
-    """Values of `count` times 64 tokens whose symbols lie in so many digits, each ``(byte >> down & mask) << up``.
+    """Values of `count` times 64 tokens whose symbols lie in digits from `at` on (`tiles_numba.Active`), so many.
 
-    By the table at `first`, so many vectors long, into a row of `out`. A digit is the row of `columns` that its bytes
-    are, and its `down`, `mask` and `up`. Bytes are shifted by pairs, as there is no instruction that shifts single
-    ones: what is not the digit's goes before that.
+    By the table at `first`, so many vectors long, into a row of `out`. Bytes are shifted by pairs, as there is no
+    instruction that shifts single ones: what is not the digit's goes before that.
     """
 
     def made(context, builder, signature, given):
-        kinds, (table, first, columns, out, row, count), each = signature.args, given[:6], given[6:]
+        kinds, (table, first, columns, out, row, count, *arrays, at) = signature.args, given
         start = vector_at(context, builder, kinds[0], table, first, FLOATS)
         values = [builder.load(builder.gep(start, [ir.IntType(32)(n)]), align=4) for n in range(tables)]
-        kind = ir.FunctionType(FLOATS, [FLOATS, WHOLES] + [FLOATS] * (tables - 1))
-        permute = get_or_insert_function(builder.module, kind, PERMUTE[tables])
+        own = [
+            context.make_array(kind)(context, builder, one).data for kind, one in zip(kinds[6:10], arrays, strict=True)
+        ]
         ready = []
-        for byte, down, mask, up in (each[4 * number : 4 * number + 4] for number in range(digits)):
-            own = splat(builder, builder.trunc(builder.shl(mask, down), ir.IntType(8)), MANY)
-            shifts = (splat(builder, builder.trunc(by, ir.IntType(16)), PAIRS) for by in (down, up))
-            ready.append((row_at(context, builder, kinds[2], columns, byte), own, *shifts))
+        for number in range(digits):
+            digit = builder.add(at, context.get_constant(types.intp, number))
+            byte, down, mask, up = (builder.load(builder.gep(data, [digit])) for data in own)
+            shifts = (splat(builder, builder.zext(by, ir.IntType(16)), PAIRS) for by in (down, up))
+            place = row_at(context, builder, kinds[2], columns, builder.zext(byte, row.type))
+            ready.append((place, splat(builder, builder.shl(mask, down), MANY), *shifts))
         to = row_at(context, builder, kinds[3], out, row)
         with for_range(builder, count, intp=count.type) as loop:
-            token, index = builder.mul(loop.index, context.get_constant(types.intp, WIDE)), None
-            for bytes, own, down, up in ready:
+            token, symbols = builder.mul(loop.index, context.get_constant(types.intp, WIDE)), None
+            for bytes, mask, down, up in ready:
                 part = builder.load(builder.bitcast(builder.gep(bytes, [token]), MANY.as_pointer()), align=1)
-                part = builder.bitcast(builder.and_(part, own), PAIRS)
+                part = builder.bitcast(builder.and_(part, mask), PAIRS)
                 part = builder.shl(builder.lshr(part, down), up)
-                index = part if index is None else builder.or_(index, part)
-            index = builder.bitcast(index, MANY)
+                symbols = part if symbols is None else builder.or_(symbols, part)
+            symbols = builder.bitcast(symbols, MANY)
             for first in range(0, WIDE, LANES):
-                symbols = builder.zext(shuffled(builder, index, index, range(first, first + LANES)), WHOLES)
+                index = builder.zext(shuffled(builder, symbols, symbols, range(first, first + LANES)), WHOLES)
                 place = builder.gep(to, [builder.add(token, context.get_constant(types.intp, first))])
-                found = builder.call(permute, [values[0], symbols, *values[1:]])
-                builder.store(found, builder.bitcast(place, FLOATS.as_pointer()), align=4)
+                place = builder.bitcast(place, FLOATS.as_pointer())
+                builder.store(permuted(builder, values, index), place, align=4)
         return context.get_dummy_value()
 
-    def typed(table, columns, out):
-        digit = types.intp, types.int32, types.int32, types.int32
-        return types.void(table, types.intp, columns, out, types.intp, types.intp, *digit * digits)
-
     @intrinsic
-    def one(_typing, table, first, columns, out, row, count, byte, down, mask, up):
-        return typed(table, columns, out), made
+    def several(_typing, table, first, columns, out, row, count, byte, down, mask, up, at):
+        places = types.intp, types.intp
+        return types.void(table, types.intp, columns, out, *places, byte, down, mask, up, types.intp), made
 
-    @intrinsic
-    def two(_typing, table, first, columns, out, row, count, byte, down, mask, up, more, further, mask2, up2):
-        return typed(table, columns, out), made
-
-    return one if digits == 1 else two
+    return several
 
 
-_one_of_16, _two_of_16, _one_of_32, _two_of_32 = (_unpacking(digits, tables) for tables in (1, 2) for digits in (1, 2))
+# by the bits of a symbol: 1, 2 or 4 are a digit, 8 too, and others two or three of these
+_narrow, _of_3, _of_5, _of_6, _of_7, _of_8 = (
+    _unpacking(digits, tables) for digits, tables in ((1, 1), (2, 1), (2, 2), (2, 4), (3, 8), (1, 16))
+)
 
 
 @intrinsic
@@ -198,10 +202,7 @@ def look_up(table, first, most, symbols, count, out):
     """
     if PERMUTES and most < LANES and first + LANES <= len(table):
         for token in range(0, count, LANES):
-            _of_16(table, first, symbols, token, out, token)
-    elif PERMUTES and most < 2 * LANES and first + 2 * LANES <= len(table):
-        for token in range(0, count, LANES):
-            _of_32(table, first, symbols, token, out, token)
+            _of_16(table, first, symbols, token, out)
     else:
         own = table[first:]
         for token in range(count):
@@ -213,28 +214,29 @@ def unpack(columns, count, a, symbols, out):
     """Values of `count` tokens of all active components, float32 [active, tokens].
 
     `columns` and `a` are those of `tiles_numba`, and `symbols` is room for one component's, uint8 [tokens]. All have
-    room for a multiple of 64 tokens, up to which values may be written. What is read of `a` is named first: to hand over all of it in each call takes
-    longer than the work.
+    room for a multiple of 64 tokens, up to which values may be written. What is read of `a` is named first: to hand
+    over all of it in each call takes longer than the work.
     """
     values, table, most, digit = a.values, a.table, a.most, a.digit
     byte, down, mask, up = a.byte, a.down, a.mask, a.up
     vectors = (count + WIDE - 1) // WIDE
     for number in range(len(table)):
-        first, at, wide = table[number], digit[number], LANES if most[number] < LANES else 2 * LANES
-        digits, more = digit[number + 1] - at, at + 1
-        if not PERMUTES or most[number] >= wide or first + wide > len(values) or digits > 2:
+        first, at, last, wide = table[number], digit[number], most[number], max(LANES, most[number] + 1)
+        if not PERMUTES or first + wide > len(values):
             symbols_of(columns, count, at, digit[number + 1], byte, down, mask, up, symbols)
-            look_up(values, first, most[number], symbols, count, out[number])
-        elif digits == 1 and wide == LANES:
-            _one_of_16(values, first, columns, out, number, vectors, byte[at], down[at], mask[at], up[at])
-        elif digits == 1:
-            _one_of_32(values, first, columns, out, number, vectors, byte[at], down[at], mask[at], up[at])
+            look_up(values, first, last, symbols, count, out[number])
+        elif last == 7:
+            _of_3(values, first, columns, out, number, vectors, byte, down, mask, up, at)
+        elif last < LANES:
+            _narrow(values, first, columns, out, number, vectors, byte, down, mask, up, at)
+        elif last == 31:
+            _of_5(values, first, columns, out, number, vectors, byte, down, mask, up, at)
+        elif last == 63:
+            _of_6(values, first, columns, out, number, vectors, byte, down, mask, up, at)
+        elif last == 127:
+            _of_7(values, first, columns, out, number, vectors, byte, down, mask, up, at)
         else:
-            one, two = (byte[at], down[at], mask[at], up[at]), (byte[more], down[more], mask[more], up[more])
-            if wide == LANES:
-                _two_of_16(values, first, columns, out, number, vectors, *one, *two)
-            else:
-                _two_of_32(values, first, columns, out, number, vectors, *one, *two)
+            _of_8(values, first, columns, out, number, vectors, byte, down, mask, up, at)
 
 
 @compiled

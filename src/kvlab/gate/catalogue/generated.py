@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, ConfigDict, WithJsonSchema, create_model
+from pydantic.json_schema import GenerateJsonSchema
 
-from kvlab.core.codec_settings import Frozen
-from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS, DECLARED, MOST_CHARACTERS, Group, RowColumn
-from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE, fields
+from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS, DECLARED, DeclaredFields, Group, RowColumn, RowFields
+from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE
 from kvlab.gate.catalogue.strict import read_yaml
-from kvlab.gate.catalogue.values import CONTROL, OUTER_SPACE, RowError, Value, bounds, checked, parsed, shown
+from kvlab.gate.catalogue.values import RowError, Value, parsed, shown, taken
 from kvlab.gate.reasons import Reason
 
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"
-SQL_TYPES = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
-JSON_TYPES = {str: "string", int: "integer", bool: "boolean", float: "number"}
+SQL_TYPES = {str: "TEXT", int: "INTEGER", float: "REAL"}
 
 
 def declared(groups: tuple[Group, ...] = DECLARED) -> tuple[RowColumn, ...]:
@@ -77,10 +74,10 @@ def from_config(mapping: Mapping[str, object]) -> dict[str, Value]:
     if twice:
         said = "is given in both spellings; give it once"
         raise RowError([Reason(code="field_twice", field=name, said=said) for name in twice])
-    values, reasons = fields(dict(zip(own, mapping.values(), strict=True)), names.values())
+    fields, reasons = taken(dict(zip(own, mapping.values(), strict=True)), DeclaredFields)
     if reasons:
         raise RowError(reasons)
-    return values
+    return fields.model_dump(exclude_unset=True)
 
 
 def flags(groups: tuple[Group, ...] = DECLARED) -> list[Parameter]:
@@ -119,52 +116,20 @@ def _flag(column: RowColumn) -> Callable[[str], Value]:
     return value
 
 
-class _Config(Frozen):
-    """Closed, immutable, keys in either spelling."""
-
-    model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"), populate_by_name=True)
-
-
-def _validated(column: RowColumn, value: object) -> Value:
-    """`checked` as pydantic calls it."""
-    found = checked(column, value)
-    if isinstance(found, Reason):
-        raise ValueError(f"{found.field} {found.said}")
-    return found
-
-
-def column_schema(column: RowColumn) -> dict:
-    """JSON schema of one column's values; null and the empty text say nothing, whatever the column's kind."""
-    told = {"description": column.text + (f" [{column.unit}]" if column.unit else "")}
-    if column.kind is not str:
-        low, high = bounds(column)
-        ends = {key: end for key, end in (("minimum", low), ("maximum", high)) if end is not None}
-        return told | {"type": [JSON_TYPES[column.kind], "null", "string"], "maxLength": 0} | ends
-    if column.choices and not column.joined:
-        return told | {"enum": [*column.choices, "", None]}
-    refused = {"type": "string", "pattern": f"{OUTER_SPACE}|{CONTROL}"}
-    text = {"type": ["string", "null"], "maxLength": MOST_CHARACTERS, "not": refused}
-    word = f"({'|'.join(column.choices)})"
-    return told | text | ({"pattern": rf"^({word}(\+{word})*)?$"} if column.choices else {})
-
-
-MechanismConfig = create_model(
-    "MechanismConfig",
-    __base__=_Config,
-    __doc__="What a configuration declares of a row.",
-    **{
-        column.name: (
-            Annotated[
-                column.kind | None, BeforeValidator(partial(_validated, column)), WithJsonSchema(column_schema(column))
-            ],
-            None,
-        )
-        for column in declared()
-    },
-)
-
-
 # ------------------------------------------------------------------------------------ what files hold
+
+
+class _Schema(GenerateJsonSchema):
+    """Null and the empty text say nothing, whatever the field's kind; what is left out has no default."""
+
+    def nullable_schema(self, schema) -> dict:
+        return {"anyOf": [self.generate_inner(schema["schema"]), {"enum": ["", None]}]}
+
+    def default_schema(self, schema) -> dict:
+        return self.generate_inner(schema["schema"])
+
+    def field_title_should_be_set(self, schema) -> bool:
+        return False
 
 
 def row_schema() -> dict:
@@ -180,20 +145,25 @@ def row_schema() -> dict:
             "type": ["object", "null"],
         },
     }
-    return {
+    fields = RowFields.model_json_schema(schema_generator=_Schema)
+    return fields | {
         "$schema": SCHEMA,
         "title": "Row",
         "description": "One measured configuration. Rows of the published style, with keys such as `framework` and "
         "`hw`, are read too and are not described here.",
-        "type": "object",
-        "properties": {column.name: column_schema(column) for column in COLUMNS} | attached,
-        "additionalProperties": False,
+        "properties": fields["properties"] | attached,
     }
 
 
 def config_schema() -> dict:
     """JSON schema of a configuration, its keys in kebab-case."""
-    return {"$schema": SCHEMA} | MechanismConfig.model_json_schema(by_alias=True)
+    fields = DeclaredFields.model_json_schema(schema_generator=_Schema)
+    return fields | {
+        "$schema": SCHEMA,
+        "title": "Configuration",
+        "description": "What a configuration declares of a row.",
+        "properties": {BY_NAME[name].kebab: said for name, said in fields["properties"].items()},
+    }
 
 
 def sql_columns() -> list[tuple[str, str]]:

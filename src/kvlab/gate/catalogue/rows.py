@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlab.core.errors import suggestion
 from kvlab.core.recipe import digest
-from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS
+from kvlab.gate.catalogue.columns import COLUMNS
 from kvlab.gate.catalogue.strict import read_json
-from kvlab.gate.catalogue.values import RowError, Value, checked, shown
+from kvlab.gate.catalogue.values import RowError, Value, shown, taken
 from kvlab.gate.reasons import Reason
 
 PUBLISHED_NAMES = {
@@ -71,40 +70,16 @@ def checked_row(mapping: Mapping[str, object]) -> dict[str, Value]:
     RowError
         With a reason for every field that is unknown or holds what its column does not allow.
     """
-    given, reasons = fields(mapping)
+    fields, reasons = taken(mapping)
     if reasons:
         raise RowError(reasons)
-    row = {
-        column.name: given.get(column.name) for column in COLUMNS if column.name != "mechanism" or "mechanism" in given
-    }
-    return row | {"row_id": row["row_id"] or row_id(row)}
+    row = fields.model_dump(exclude=set() if "mechanism" in fields.model_fields_set else {"mechanism"})
+    return row | {"row_id": fields.row_id or row_id(row)}
 
 
 def row_id(row: Mapping[str, Value]) -> str:
     """Name of a configuration: the digest of the columns that are `keyed`."""
     return digest({column.name: row.get(column.name) for column in COLUMNS if column.keyed})
-
-
-def fields(mapping: Mapping[str, object], allowed: Iterable[str] = BY_NAME) -> tuple[dict[str, Value], list[Reason]]:
-    """The fields of a mapping under their own names, as far as they are right, and what is wrong with the others."""
-    allowed = tuple(allowed)
-    values: dict[str, Value] = {}
-    reasons = []
-    for name, value in mapping.items():
-        if name not in allowed:
-            reasons.append(unknown(name, allowed))
-        elif isinstance(found := checked(BY_NAME[name], value), Reason):
-            reasons.append(found)
-        else:
-            values[name] = found
-    return values, reasons
-
-
-def unknown(name: object, allowed: Iterable[str]) -> Reason:
-    """The reason that refuses a field's name and says the nearest one, or all."""
-    allowed = tuple(allowed)
-    hint = suggestion(str(name).lower().replace("-", "_"), allowed) or f"; allowed: {', '.join(allowed)}"
-    return Reason(code="field_unknown", field=shown(name), said=f"is no field{hint}")
 
 
 def read_rows(path: Path | str) -> list[Row]:

@@ -1,31 +1,36 @@
-"""One value held to its column: taken as it is, or refused with a reason. Nothing is rounded, trimmed or guessed."""
+"""Fields taken as they are written, or refused with a reason; what a text of the environment or a flag stands for."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from kvlab.core.errors import UserError, suggestion
-from kvlab.gate.catalogue.columns import MOST_CHARACTERS, MOST_EXACT, MOST_WHOLE, RowColumn
-from kvlab.gate.reasons import Reason
+from kvlab.gate.catalogue.columns import BY_NAME, MechanismFields, RowColumn, RowFields
+from kvlab.gate.catalogue.kinds import MOST_CHARACTERS, MOST_EXACT
+from kvlab.gate.reasons import CONFIG_REASONS, Reason
 
-Value = str | int | float | bool | None
-
-# Besides control characters: line separators, which break a line of a report, marks that turn the direction of
-# writing, which let a text read other than it is, and what is not seen at all, which lets two texts read alike.
-CONTROL = (
-    r"[\x00-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
-    r"\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ud800-\udfff]"
-)
-OUTER_SPACE = r"^\s|\s$"
+Value = str | int | float | None
+Fields = TypeVar("Fields", bound=MechanismFields)
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_LOGICAL = {"true": True, "false": False}
-_KINDS = {str: "a text", int: "a whole number of at most 63 bits", float: "a number", bool: "true or false"}
 _SHOWN = 60  # characters of a refused value
 _LISTED = 5  # reasons in one line
+
+CODE_OF = {
+    "finite_number": "value_not_finite",
+    "greater_than_equal": "value_out_of_range",
+    "less_than_equal": "value_out_of_range",
+    "literal_error": "value_unknown_word",
+    "string_pattern_mismatch": "value_unknown_word",
+    "string_too_long": "value_too_long",
+    "string_unicode": "value_control_character",
+}
+"""By pydantic's type of an error; `kvlab.gate.catalogue.kinds` has the others, and what is none is ``value_kind``."""
 
 
 class RowError(UserError):
@@ -54,78 +59,71 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
-def checked(column: RowColumn, value: object) -> Value | Reason:
-    """The value as a row holds it, or the reason why a row cannot hold it.
+def taken(given: Mapping[Any, object], model: type[Fields] = RowFields) -> tuple[Fields, list[Reason]]:
+    """The fields of a mapping as far as they are right, and what is wrong with the others.
 
     None and the empty text say nothing and are None. A whole number is a number too; nothing else changes its kind.
     """
-    if value is None or (isinstance(value, str) and not value):
-        return None
-    if column.kind is float and type(value) is int:
-        if abs(value) > MOST_EXACT:
-            return _refused("value_out_of_range", column, value, f"a number; whole ones up to {MOST_EXACT}")
-        return _number(column, float(value))
-    if not isinstance(value, column.kind) or (column.kind is not bool and isinstance(value, bool)):
-        return _refused("value_kind", column, value, _allowed(column))
-    if column.kind is str:
-        return _text(column, value)
-    return value if column.kind is bool else _number(column, value)
+    known = {name: value for name, value in given.items() if name in model.model_fields}
+    reasons = {name: unknown(name, model.model_fields) for name in given if name not in known}
+    try:
+        return model.model_validate(known), list(reasons.values())
+    except ValidationError as error:
+        for problem in error.errors():
+            name = str(problem["loc"][0])
+            reasons.setdefault(name, _reason(BY_NAME[name], known[name], problem["type"]))
+    right = {name: value for name, value in known.items() if name not in reasons}
+    return model.model_validate(right), [reasons[name] for name in given if name in reasons]
+
+
+def unknown(name: object, allowed: Iterable[str]) -> Reason:
+    """The reason that refuses a field's name and says the nearest one, or all."""
+    hint = suggestion(str(name).lower().replace("-", "_"), allowed) or f"; allowed: {', '.join(allowed)}"
+    return Reason(code="field_unknown", field=shown(name), said=f"is no field{hint}")
+
+
+def checked(column: RowColumn, value: object) -> Value | Reason:
+    """The value as a row holds it, or the reason why a row cannot hold it."""
+    row, reasons = taken({column.name: value})
+    return reasons[0] if reasons else getattr(row, column.name)
 
 
 def parsed(column: RowColumn, text: str) -> Value | Reason:
     """What a text from the environment or the command line stands for, or why it stands for nothing."""
     if text == "" or column.kind is str:
         return checked(column, text)
-    if column.kind is bool:
-        return checked(column, _LOGICAL.get(text, text))
     if _NUMBER.fullmatch(text) is None:
         spelt = text.lower().lstrip("+-") in ("nan", "inf", "infinity")
-        return _refused("value_not_finite" if spelt else "value_not_a_number", column, text, _allowed(column))
+        return _refused("value_not_finite" if spelt else "value_not_a_number", column, text)
     if column.kind is float:
         return checked(column, float(text))
     if _WHOLE.fullmatch(text) is None:
-        return _refused("value_not_whole", column, text, _allowed(column))
+        return _refused("value_not_whole", column, text)
     if len(text) > _SHOWN:  # far too large, and the parser of whole numbers has a limit of its own
-        return _refused("value_out_of_range", column, text, _allowed(column))
+        return _refused("value_out_of_range", column, text)
     return checked(column, int(text))
 
 
-def bounds(column: RowColumn) -> tuple[float | None, float | None]:
-    """Inclusive bounds of a number; a whole one fits a database's column anyway."""
-    if column.kind is not int:
-        return column.low, column.high
-    return -MOST_WHOLE if column.low is None else column.low, MOST_WHOLE if column.high is None else column.high
+def _reason(column: RowColumn, value: object, problem: str) -> Reason:
+    """What pydantic says is wrong, as the gate says it."""
+    code = CODE_OF.get(problem, problem if problem in CONFIG_REASONS else "value_kind")
+    if code == "value_unknown_word" and not isinstance(value, str):
+        code = "value_kind"
+    return _refused(code, column, value)
 
 
-def _number(column: RowColumn, value: float) -> Value | Reason:
-    if isinstance(value, float) and not math.isfinite(value):
-        return _refused("value_not_finite", column, value, _allowed(column))
-    low, high = bounds(column)
-    if (low is not None and value < low) or (high is not None and value > high):
-        return _refused("value_out_of_range", column, value, _allowed(column))
-    return column.kind(value)
-
-
-def _text(column: RowColumn, value: str) -> Value | Reason:
-    if len(value) > MOST_CHARACTERS:
-        return _refused("value_too_long", column, value, f"at most {MOST_CHARACTERS} characters")
-    if re.search(CONTROL, value):
-        return _refused("value_control_character", column, value, "one line without control characters")
-    if column.choices and not set(value.split("+") if column.joined else (value,)) <= set(column.choices):
-        hint = suggestion(value.strip().lower(), column.choices)
-        return _refused("value_unknown_word", column, value, _allowed(column) + hint)
-    if re.search(OUTER_SPACE, value):
-        return _refused("value_outer_space", column, value, f"{shown(value.strip())} without the space around it")
-    return value
-
-
-def _allowed(column: RowColumn) -> str:
-    if column.choices:
-        return ", ".join(column.choices) + (", or several joined by +" if column.joined else "")
-    told = [_KINDS[column.kind]]
-    told += [f"{word} {end}" for word, end in (("from", column.low), ("to", column.high)) if end is not None]
-    return " ".join(told) + (f" ({column.unit})" if column.unit else "")
-
-
-def _refused(code: str, column: RowColumn, value: object, allowed: str) -> Reason:
+def _refused(code: str, column: RowColumn, value: object) -> Reason:
+    match code:
+        case "value_too_long":
+            allowed = f"at most {MOST_CHARACTERS} characters"
+        case "value_control_character":
+            allowed = "one line without control characters"
+        case "value_outer_space":
+            allowed = f"{shown(str(value).strip())} without the space around it"
+        case "value_unknown_word":
+            allowed = column.allowed + suggestion(str(value).strip().lower(), column.choices)
+        case "value_out_of_range" if column.kind is float and type(value) is int and abs(value) > MOST_EXACT:
+            allowed = f"a number; whole ones up to {MOST_EXACT}"
+        case _:
+            allowed = column.allowed
     return Reason(code=code, field=column.name, said=f"is {shown(value)}; allowed: {allowed}")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from kvlab.gate.catalogue.columns import Status
 from kvlab.gate.evidence.faults import UNWITNESSED, mechanisms_of, problems
 from kvlab.gate.evidence.quality import NOT_INSIDE, Judgement, beside, judge
 from kvlab.gate.evidence.record import Evidence, parse, well_formed
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Registry
-
-Status = Literal["completed", "failed", "pending", "not_required"]
 
 
 class Derived(NamedTuple):

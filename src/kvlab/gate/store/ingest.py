@@ -383,10 +383,7 @@ def stored_rows(store: RowStore, run: str) -> list[Row]:
 
 def _row(values: dict, named_run: str | None, embedded: str | None, attached: str) -> Row:
     source = f"run {values['run']} row {values['row_id']}"
-    own = {
-        name: bool(value) if BY_NAME[name].kind is bool and value is not None else value
-        for name, value in values.items()
-    }
+    own = dict(values)
     if named_run is not None:
         own["run"] = named_run
     if own["mechanism"] is None:

@@ -17,8 +17,7 @@ from pydantic import Field
 from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import Fault, StaleResult, StorageError, WitnessDisagrees
 from kvlab.core.records import Provenance, file_hash, finite, forget, write_json, write_table
-from kvlab.core.testimony import Pool, Served, Testimony
-from kvlab.gate.counts import LEAST
+from kvlab.core.testimony import LEAST, Pool, Served, Testimony
 from kvlab_pipeline.studies.mechanisms.plan import SERVED
 from kvlab_pipeline.studies.record import read_record
 

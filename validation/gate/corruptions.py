@@ -18,8 +18,8 @@ from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.check import check
 from kvlab.gate.evidence import EvidenceError, parse
 from kvlab.gate.rules import Context
-from kvlab_pipeline.gate_page.corruptions import published_rules
-from kvlab_pipeline.gate_page.corruptions.passing_case import (
+from validation.gate import published_rules
+from validation.gate.passing_case import (
     FIRES,
     IMPORTED,
     ITEMS,

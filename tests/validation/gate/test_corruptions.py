@@ -3,7 +3,7 @@ import copy
 import pytest
 
 from kvlab.gate.reasons import REASONS
-from kvlab_pipeline.gate_page.corruptions.mutations import (
+from validation.gate.corruptions import (
     ABSENT,
     MUTATIONS,
     Mutation,

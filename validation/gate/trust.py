@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvlab.gate.registry import Metric, Registry
-from kvlab_pipeline.gate_page.corruptions import mutations
-from kvlab_pipeline.gate_page.power import CHURN, LOSSES, SIZES, detection_curve, false_alarm, items_needed, repeated
 from kvlab_pipeline.gate_page.samples import Repeat
+from validation.gate import corruptions as planted
+from validation.gate.power import CHURN, LOSSES, SIZES, detection_curve, false_alarm, items_needed, repeated
 
 EVAL = "needle"
 BASE_RATE = 0.9  # of the items, that the baseline answers
@@ -44,10 +44,10 @@ def trust(
     Returns
     -------
     dict
-        ``mutations``: a line for each corruption (`mutations.table`), and ``kinds``: what `kinds` counts of them.
+        ``mutations``: a line for each corruption (`corruptions.table`), and ``kinds``: what `kinds` counts of them.
         ``repeats``: what `words_of` finds of each. ``power``: what `losses` finds, or None without such an eval.
     """
-    corruptions = mutations.table()
+    corruptions = planted.table()
     entry = registry.eval(EVAL)
     metric = entry.metrics[0] if entry and entry.metrics[0].direction == "higher" else None
     own = sorted({(rate, size) for rate, size in baselines if 0 < size <= MOST})

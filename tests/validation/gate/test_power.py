@@ -8,9 +8,9 @@ from kvlab.gate.evidence.measures import measured, paired
 from kvlab.gate.evidence.quality import judge
 from kvlab.gate.registry import load
 from kvlab.gate.registry.entries import Metric
-from kvlab_pipeline.gate_page.power import NOMINAL, detection_curve, false_alarm, items_needed, repeated, words
 from refusals import refused
 from tiers import examples
+from validation.gate.power import NOMINAL, detection_curve, false_alarm, items_needed, repeated, words
 
 SAID = {"unit": "share of items", "why": "made up"}
 RECALL = Metric(key="recall", direction="higher", margin=0.05, floor=0.2, rate=True, **SAID)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from kvlab_pipeline.gate_page.corruptions.published_rules import (
+from validation.gate.published_rules import (
     EVALS,
     RECORD,
     RULES,

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from kvlab.core.testimony import Pool
+from kvlab.core.testimony import LEAST, Pool
 from kvlab.gate.cases import DTYPE_BITS, Case
 from kvlab.gate.evidence import Evidence
 from kvlab.gate.evidence.faults import NO_CODEC, OWN_HARNESS
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Eval
 
-LEAST = 0.98  # of a codec's bits per value: allocations meet them on average
 STEPWISE = "served"  # the protocol under which a codec may be called for each token
 MOST_EXACT = 512 + 16  # tokens that coded pages let a request read exact: recent ones, and the first
 
 
-def counts_possible(case: Case) -> Iterator[Reason]:
+def impossible(case: Case) -> Iterator[Reason]:
     """Fires, bytes and values are those of so many items, and the pieces are of one cache."""
     pieces = [(piece, case.context.registry.eval(piece.quality_eval_id)) for piece in case.evidence]
     own = [(piece, entry) for piece, entry in pieces if entry and entry.harness == OWN_HARNESS and not piece.imported]

@@ -11,7 +11,7 @@ from kvlab.gate import registry
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE
 from kvlab.gate.evidence import build
 from kvlab.gate.evidence.measures import carried, change_of, measured, rate_of
-from kvlab_pipeline.gate_page.corruptions import published_rules
+from validation.gate import published_rules
 
 MODEL = "reference"
 TOKENS, ITEMS = 4096, 400

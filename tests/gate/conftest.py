@@ -1,5 +1,0 @@
-"""What the gate's tests share."""
-
-from gate.judged_once import corruptions_judged_once
-
-__all__ = ["corruptions_judged_once"]  # a fixture
