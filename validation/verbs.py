@@ -8,7 +8,7 @@ from typing import Annotated
 from kvlab.cli.commands import Verbs
 from kvlab.cli.flags import WindowsFile, number, path, place, result, switch, word
 from kvlab.cli.gate import OfContext, OfRows
-from kvlab.cli.given import DEFAULT_PARAMS, OfFitted, OfParams, ParamsText, Slug
+from kvlab.cli.given import DEFAULT_PARAMS, OfParams, ParamsText, Slug
 
 STEPS = Verbs()
 COMMANDS = Verbs(step=STEPS)
@@ -132,8 +132,8 @@ def serving_verb(model_dir: ModelDir, recipes: Recipes, out: Annotated[Path, CAP
 
 
 @STEPS.runs("validation.serving.of_run:capacity")
-def capacity_verb(params: OfParams, fitted: OfFitted, out: Annotated[Path, CAPACITY]) -> None:
-    """Serve as `serving` does, with the pipeline's calibration, for the codecs of `mechanisms.pages` -> CAPACITY.md."""
+def capacity_verb(params: OfParams, out: Annotated[Path, CAPACITY]) -> None:
+    """Serve as `serving` does, for the codecs of `mechanisms.pages`, calibrated as people do it -> CAPACITY.md."""
 
 
 @STEPS.runs("validation.serving.load:study")
@@ -142,8 +142,8 @@ def load_verb(model_dir: ModelDir, recipes: Recipes, out: Annotated[Path, LOAD])
 
 
 @STEPS.runs("validation.serving.of_run:service")
-def service_verb(params: OfParams, fitted: OfFitted, out: Annotated[Path, LOAD]) -> None:
-    """Measure as `load` does, with the pipeline's calibration, for the codecs of `mechanisms.pages` -> LOAD.md."""
+def service_verb(params: OfParams, out: Annotated[Path, LOAD]) -> None:
+    """Measure as `load` does, for the codecs of `mechanisms.pages`, calibrated as people do it -> LOAD.md."""
 
 
 @STEPS.verb

@@ -60,6 +60,7 @@ rule sigma_engine:
         "results/logs/sigma/{model}/{engine}.log",
     benchmark:
         "results/benchmarks/sigma/{model}/{engine}.tsv"
+    priority: 10  # the codebooks wait for it
     resources:
         mem_mb=4000,
         runtime=30,
@@ -108,6 +109,7 @@ rule components_origin:
         "results/logs/components/{model}/{origin}.log",
     benchmark:
         "results/benchmarks/components/{model}/{origin}.tsv"
+    priority: 6  # float32 waits for none of it
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=4000,
@@ -157,6 +159,7 @@ rule archive_origin:
         "results/logs/archive/{model}/{origin}.log",
     benchmark:
         "results/benchmarks/archive/{model}/{origin}.tsv"
+    priority: 6  # float32 waits for none of it
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=4000,

@@ -54,6 +54,7 @@ rule needles_model:
         "results/logs/needles/{model}/needles.log",
     benchmark:
         "results/benchmarks/needles/{model}/needles.tsv"
+    priority: 6  # float32 waits for none of it
     resources:
         mem_mb=2000,
         runtime=30,

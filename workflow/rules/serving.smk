@@ -16,10 +16,6 @@ rule capacity_load:
     input:
         templates=sorted(map(str, Path("validation/serving/templates").glob("*"))),
         model=model_files(),
-        sigma=f"calib/sigma/{{model}}/{ORIGIN}.safetensors",
-        record=f"calib/sigma/{{model}}/{ORIGIN}.json",
-        components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
-        components_record=f"calib/components/{{model}}/{ORIGIN}.json",
     output:
         page="results/capacity/{model}/CAPACITY.md",
         data="results/capacity/{model}/capacity.json",
@@ -38,15 +34,13 @@ rule capacity_load:
             "kvlab.cache.vllm_plugin",
             *codec_modules(PAGED),
         ),
-        cfg=pick("model", "calibration", "codec", "mechanisms", "jobs"),
+        cfg=pick("model", "codec", "mechanisms", "jobs"),
         folder=subpath(output.page, parent=True),
     message:
         "capacity: vLLM's plain pages and coded ones under load, {wildcards.model}"
     shell:
         "OMP_NUM_THREADS=1 python -m kvlab step capacity"
         " --params {params.cfg:q}"
-        " --sigma {input.sigma:q}"
-        " --components {input.components:q}"
         " --out {params.folder:q}"
         " > {log:q} 2>&1"
 
@@ -69,10 +63,6 @@ rule service_load:
     input:
         templates=sorted(map(str, Path("validation/serving/templates").glob("*"))),
         model=model_files(),
-        sigma=f"calib/sigma/{{model}}/{ORIGIN}.safetensors",
-        record=f"calib/sigma/{{model}}/{ORIGIN}.json",
-        components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
-        components_record=f"calib/components/{{model}}/{ORIGIN}.json",
     output:
         page="results/service/{model}/LOAD.md",
         data="results/service/{model}/load.json",
@@ -92,15 +82,13 @@ rule service_load:
             "kvlab.cache.vllm_plugin",
             *codec_modules(PAGED + [named_recipe("hadamard", 4, params=PARAMS)]),
         ),
-        cfg=pick("model", "calibration", "codec", "mechanisms", "jobs"),
+        cfg=pick("model", "codec", "mechanisms", "jobs"),
         folder=subpath(output.page, parent=True),
     message:
         "service: what a smaller cache buys under load, {wildcards.model}"
     shell:
         "OMP_NUM_THREADS=1 python -m kvlab step service"
         " --params {params.cfg:q}"
-        " --sigma {input.sigma:q}"
-        " --components {input.components:q}"
         " --out {params.folder:q}"
         " > {log:q} 2>&1"
 

@@ -14,6 +14,7 @@ rule codebooks_origin:
         "results/logs/codebooks/{model}/{origin}.log",
     benchmark:
         "results/benchmarks/codebooks/{model}/{origin}.tsv"
+    priority: 9  # float32 waits for it
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=4000,
@@ -148,10 +149,10 @@ rule residual:
 LADDER_MADE = ["facts", "further"] if FURTHER else ["facts"]
 
 
-# Those with vLLM follow one another, and are half of the default run on two cores; the longest of the others go beside
-# them, the one with the most memory (hf-float32) not beside float32. Before these goes what they wait for, and what
-# takes seconds fills the gaps (0).
-LAST_FIRST = ("hf-float32", plan.LADDER, "hf-mechanisms", "bfloat16", "float32", "vllm-mechanisms")
+# Jobs with vLLM follow one another (`device`), which takes half of the default run on two cores; the others go beside
+# them, the longest first. float32 takes the most memory and hf-mechanisms the least, so these two begin. Before these
+# goes what they wait for, and what takes seconds fills the gaps (0).
+LAST_FIRST = ("hf-float32", plan.LADDER, "hf-mechanisms", "bfloat16", "vllm-mechanisms", "float32")
 
 
 rule ladder_jobs:

@@ -22,7 +22,7 @@ WINDOWS = 8  # half of them of each text
 # What a model of some hundred million parameters takes some twelve minutes for on two cores.
 ASKED = ("ladder", "layers", "noise")
 SAID = {
-    "baseline": {"hf_attention": ["sdpa"], "windows": 4},
+    "baseline": {"hf_attention": ["sdpa"]},
     "gap": {"other_windows": 2},
     "ladder": {"codecs": ["klt", "hadamard", "kivi", "fp8", "archive"], "ablated": [], "in_forward": []},
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},

@@ -34,6 +34,7 @@ from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.reading import Looked
 from kvlab.codecs.klt.reading_numba import TileLoop
 from kvlab.codecs.klt.served_numba import ServedAttention
+from kvlab.codecs.klt.vectors_numba import turned_round
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared import compiled
 from kvlab.codecs.shared.lines_numba import add_lines
@@ -195,19 +196,30 @@ def test_sums_of_lines_are_matrix_products(rows, columns, n, at):
     np.testing.assert_array_equal(whole, before)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
+@given(bytes=st.integers(1, 40), tokens=st.integers(0, 40), first=st.integers(0, 9))
+def test_bytes_of_tokens_turned_round_lie_side_by_side(bytes, tokens, first):
+    """Whole blocks of sixteen by sixteen, a block that begins in another's, and what is left of tokens."""
+    draw = np.random.default_rng(bytes + 41 * tokens)
+    rows = draw.integers(0, 256, (50, first + bytes + 3), np.uint8)
+    slots, found = draw.permutation(50)[:tokens], np.zeros((bytes + 1, 64), np.uint8)
+    turned_round(rows, slots, first, found[:bytes])
+    np.testing.assert_array_equal(found[:bytes, :tokens], rows[slots, first : first + bytes].T)
+    assert not found[bytes].any() and not found[:, tokens:].any()
+
+
+@pytest.mark.parametrize(("bits", "tokens"), [(1, 5), (2, 300), (3, 5), (4, 70), (6, 9), (8, 3)])
 @pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_served_rows_are_torch_s_and_read_as_torch_reads_them(heads, bits, dtype):
-    """Of few tokens, by one loop each way; a value between two of a table's may fall to either side."""
-    dim, tokens = 64, 5
+def test_served_rows_are_torch_s_and_read_as_torch_reads_them(heads, bits, tokens, dtype):
+    """By one loop each way; a value between two of a table's may fall to either side."""
+    dim = 64
     codec = build(KltStream(bits=bits, block_size=64, escape=False), ladder_making.calibration(heads, dim))
     rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
-    angle = torch.arange(300)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
+    angle = torch.arange(200 + tokens)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
     pages = LayerPages(LAYER, *rows, turn_of("after", angle, rows[0]))
-    slots, places = torch.randperm(4 * BLOCK)[:tokens], torch.arange(200, 200 + tokens)
+    slots, places = torch.randperm(80 * BLOCK)[:tokens], torch.arange(200, 200 + tokens)
     k, v = (planted(heads, tokens, dim, seed).to(dtype) for seed in (0, 1))
-    held = torch.zeros(4, 1, BLOCK, pages.bytes, dtype=torch.uint8)
+    held = torch.zeros(80, 1, BLOCK, pages.bytes, dtype=torch.uint8)
     pages.write(k, v, held, slots, places)
     due = torch.cat((rows[0].encode(pages.rotation.undo(k, places).float()), rows[1].encode(v.float())), dim=1)
     found = held.view(-1, pages.bytes)

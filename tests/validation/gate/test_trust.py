@@ -1,4 +1,4 @@
-"""TRUST.md: corruptions listed, false alarms at most at their rate, planted losses drawn, this run's baselines tried."""
+"""TRUST.md: corruptions listed, false alarms at most at their rate, losses drawn, this run's baselines tried."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Baseline(Section):
     )
 
     windows: int = Field(
-        default=8,
+        default=4,
         ge=2,
         description="scored windows of these comparisons; at most, and if not given cut to, windows.test",
     )
