@@ -250,16 +250,16 @@ def test_assisted_generation_under_a_coarse_codec_is_greedy(model):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "semantics"),
+    ("coded", "semantics"),
     [
-        (hadamard(2), "serving"),
-        (kivi(2), "in_forward"),
-        pytest.param(hadamard(2), "in_forward", marks=pytest.mark.nightly),
-        pytest.param(kivi(2), "serving", marks=pytest.mark.nightly),
+        ("per token", "serving"),
+        ("blocks", "in_forward"),
+        pytest.param("per token", "in_forward", marks=pytest.mark.nightly),
+        pytest.param("blocks", "serving", marks=pytest.mark.nightly),
     ],
-    ids=str,
 )
-def test_a_decoded_copy_changes_nothing_but_memory(model, recipe, semantics):
+def test_a_decoded_copy_changes_nothing_but_memory(model, coded, semantics):
+    recipe = {"per token": hadamard, "blocks": kivi}[coded](2)
     slow, fast = (KVCache(model, recipe, semantics=semantics, window_bytes=own) for own in (0, None))
     options = dict(WAYS["beams with padding"])
     ids = options.pop("ids")

@@ -11,14 +11,25 @@ import pytest
 
 pytestmark = pytest.mark.full
 
-# The verb runs in a process of its own, which says afterwards whether it has loaded torch.
+# Each line runs in a process of its own, which says afterwards whether it has loaded torch. They are forked from one
+# that has loaded kvlab alone: to start Python for each takes half a second.
 PROGRAM = """
-import sys
+import json, os, sys
 from kvlab.cli.main import main
-try:
-    main(sys.argv[1:])
-finally:
-    print("torch" in sys.modules)
+
+codes = []
+for folder, words in json.load(sys.stdin):
+    child = os.fork()
+    if not child:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+        try:
+            main(words)
+        finally:
+            print("torch" in sys.modules, flush=True)
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
 """
 RECIPE = json.dumps({"recipe": {"k": {"codec": "identity"}, "v": {"codec": "identitty"}}})
 MODEL = "models/reference"
@@ -154,29 +165,46 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_mistake_is_one_line_and_costs_no_torch(case, root, tmp_path):
-    line, words = REFUSED[case]
-    (tmp_path / "recipe.json").write_text(RECIPE)
-    (tmp_path / "right.json").write_text(RECIPE.replace("identitty", "identity"))
-    (tmp_path / "empty").touch()
-    (tmp_path / "binary").write_bytes(bytes(range(256)))
-    (tmp_path / "list.json").write_text("[1, 2, 3]")
-    (tmp_path / "dangling").symlink_to("nowhere")
-    (tmp_path / "loop").symlink_to("loop")
-    line = line.format(recipe=tmp_path / "recipe.json", right=tmp_path / "right.json", tmp=tmp_path)
-    before = sorted(
-        path.name for path in root.iterdir() if path.name != ".kvlab"
-    )  # which other tests may make meanwhile
+def here(root) -> list[str]:
+    """What lies in the repository, but for what other tests may make meanwhile."""
+    return sorted(path.name for path in root.iterdir() if path.name != ".kvlab")
+
+
+@pytest.fixture(scope="module")
+def answers(root, tmp_path_factory) -> dict[str, tuple]:
+    """Exit code of each line, and the folder with what it was given and what it said."""
+    folders, lines = {}, []
+    for number, (case, (line, _)) in enumerate(REFUSED.items()):
+        folder = tmp_path_factory.mktemp(f"case{number}")
+        (folder / "recipe.json").write_text(RECIPE)
+        (folder / "right.json").write_text(RECIPE.replace("identitty", "identity"))
+        (folder / "empty").touch()
+        (folder / "binary").write_bytes(bytes(range(256)))
+        (folder / "list.json").write_text("[1, 2, 3]")
+        (folder / "dangling").symlink_to("nowhere")
+        (folder / "loop").symlink_to("loop")
+        given = line.format(recipe=folder / "recipe.json", right=folder / "right.json", tmp=folder)
+        said = tmp_path_factory.mktemp(f"said{number}")
+        folders[case] = folder, said
+        lines.append((str(said), shlex.split(given)))
+    before = here(root)
     answer = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *shlex.split(line)],
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(lines),
         cwd=root,
         capture_output=True,
         text=True,
         env={"PYTHONPATH": f"{root / 'src'}:{root}"},
     )
-    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1), answer.stderr
-    assert words in answer.stderr, answer.stderr
-    assert answer.stdout.strip() == "False"
-    assert sorted(path.name for path in root.iterdir() if path.name != ".kvlab") == before
-    assert not (tmp_path / "empty").stat().st_size, "what is only read is not written to"
+    assert answer.returncode == 0 and here(root) == before, answer.stderr
+    return {case: (code, *folders[case]) for case, code in zip(folders, json.loads(answer.stdout), strict=True)}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_is_one_line_and_costs_no_torch(case, answers):
+    code, given, said = answers[case]
+    out, err = ((said / name).read_text() for name in ("out", "err"))
+    assert (code, err.count("\n")) == (2, 1), err
+    assert REFUSED[case][1] in err, err
+    assert out.strip() == "False"
+    assert not (given / "empty").stat().st_size, "what is only read is not written to"

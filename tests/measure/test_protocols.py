@@ -18,7 +18,7 @@ from kvlab.codecs.stream.cache_file import CacheHeader, CacheReader, CacheWriter
 from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.errors import CodecNotActive, Fault
 from kvlab.core.recipe import IDENTITY, Cell, Recipe, digest
-from kvlab.measure.coding import CleanCapture, Coder, InForward
+from kvlab.measure.coding import CleanCapture, Coder, InForward, squares
 from kvlab.measure.scoring import CANARY, WindowRun
 from kvlab.measure.subjects import probed, probes_of
 from kvlab.text import corpus
@@ -135,6 +135,18 @@ def test_a_weighted_error_is_recorded_only_where_its_metric_is_known(run, calibr
         run.logits(planted, coder)
         due = "kv" if known is calibrated else "v"
         assert set(coder.coding(run.engine.info, CONTEXT, "float32").whitened_error) == set(due)
+
+
+@pytest.mark.parametrize("placement", ["pre_rope", "post_rope"])
+def test_the_error_of_k_is_weighed_as_k_was_coded_and_that_of_v_is_plain(calibrated, placement):
+    coder = Coder(cell(recipe=noise(0.1)).model_copy(update={"placement": placement}), calibrated)
+    tap, source = InForward(coder, 0, CONTEXT), torch.Generator().manual_seed(1)
+    for stream, weigh in (("k", calibrated.metric(placement)[1].whiten), ("v", None)):
+        x = torch.randn(2, 96, 32, generator=source)
+        before, after = x[:, :CONTEXT], tap(1, stream, x.clone())[:, :CONTEXT]
+        found = coder.tally.error_sq[stream], coder.tally.signal_sq[stream]
+        assert found == pytest.approx(squares(before, after, weigh))
+        assert weigh is None or found != pytest.approx(squares(before, after, None))
 
 
 def test_a_record_names_what_was_read_and_nothing_else(calibrated, tiny_params):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvlab.core.errors import Fault, MixedIdentity, NonFinite
-from kvlab.stats.bootstrap import Bootstrap, Column, Estimate, resample_counts
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate, bca_levels, resample_counts
 from kvlab.stats.power import effective_tokens
 from refusals import refused
 
@@ -63,6 +63,13 @@ def test_wider_confidence_gives_a_wider_interval():
 def test_skewed_data_gives_a_skewed_interval():
     estimate = BOOT.mean(make(np.random.default_rng(1).lognormal(0, 1.5, (32, 1))))
     assert estimate.high - estimate.value > 1.2 * (estimate.value - estimate.low)
+
+
+def test_resamples_all_on_one_side_of_the_value_still_bound_it():
+    jackknife, resampled = np.linspace(-1, 1, 8), np.linspace(1, 2, 99)
+    above, below = (bca_levels(0.0, side * resampled, jackknife, 1.96) for side in (1, -1))
+    assert 0 < above[0] < above[1] < 0.5
+    assert below == pytest.approx((1 - above[1], 1 - above[0]))
 
 
 def test_the_same_windows_are_drawn_every_time():

@@ -43,6 +43,11 @@ def test_the_whole_interval_decides():
         within(around(0, 1), 0.0)
 
 
+@pytest.mark.parametrize("ends", [(-MARGIN, 0.01), (-0.01, MARGIN), (MARGIN, 0.04), (-0.04, -MARGIN)])
+def test_either_end_on_the_margin_leaves_it_open(ends):
+    assert within(Estimate(sum(ends) / 2, *ends, 32, 32, "bca"), MARGIN) == "open"
+
+
 def test_one_bound_is_enough_and_both_must_be_exceeded():
     low, high, wide = around(-2, 1), around(2, 1), around(0.5, 1)
     assert below_one([low, high]) == below_one([wide, low]) == "equivalent"

@@ -154,7 +154,8 @@ class EstimateRow(Entry):
     @model_validator(mode="after")
     def _inside(self) -> EstimateRow:
         """A value lies in its own interval, up to rounding; a probability is one."""
-        self.number()
+        if self.low is not None:
+            Estimate(**self.number())
         if self.unit == PROBABILITY and self.value is not None and not 0 <= self.value <= 1:
             raise ValueError(f"{self.estimand} is {self.value:g}, no probability")
         return self
@@ -163,7 +164,7 @@ class EstimateRow(Entry):
         """The number as pages read it: an interval as ``Estimate.to_json``, else the value alone."""
         if self.low is None:
             return self.value
-        return Estimate(**{name: getattr(self, name) for name in INTERVAL}).to_json()
+        return {name: getattr(self, name) for name in INTERVAL}
 
 
 # ---------------------------------------------------------------------------------- from studies to rows
