@@ -47,8 +47,8 @@ def service(params: Params, out: Path) -> None:
 def recipes(params: Params, folder: Path, beside: Iterable[tuple[str, float]] = (), exact: bool = True) -> list[Path]:
     """A file for each codec and width that pages may hold, and for those `beside` them, in a folder.
 
-    They are what `kvlab calibrate` writes: with ``--rotary after`` for `klt`, and with ``--sink`` and ``--recent`` where
-    tokens are `exact` beside what is coded.
+    They are what `kvlab calibrate` writes: with ``--rotary after`` for `klt`, and with ``--sink`` and ``--recent``
+    where tokens are `exact` beside what is coded.
     """
     asked = params.mechanisms
     wanted = [(codec, bits) for codec in asked.pages or DEFAULT for bits in asked.bits]
