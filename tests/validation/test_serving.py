@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from kvlab.cache.files.calibration import read_header
-from kvlab.calibration.load import load
 from kvlab.core.errors import MixedIdentity, NonFinite
 from refusals import refused
 from validation.serving import arm as arm_module
@@ -207,19 +206,23 @@ def test_a_number_that_is_none_is_not_written(tmp_path):
     assert not (tmp_path / "CAPACITY.md").exists()
 
 
-def test_the_stage_serves_what_the_gates_rows_of_pages_are_of(tiny_params, tiny_fitted, tmp_path, monkeypatch):
-    asked = tiny_params.mechanisms.model_copy(update={"pages": ("klt", "hadamard"), "bits": (2, 4)})
+@pytest.mark.parametrize("stage", ["capacity", "service"])
+def test_a_stage_serves_the_codecs_of_the_gates_rows_as_people_serve_them(stage, tiny_params, tmp_path, monkeypatch):
+    """`klt` after its rotary embedding; tokens are exact beside it, but where requests are too short for that."""
+    asked = {"pages": ("klt",), "bits": (2, 4), "pages_sink": 2, "pages_recent": 16}
     served = []
 
-    def study(model, recipes, out, dtype):
-        headers = [read_header(path) for path in recipes]
-        served.append((model, [(path.name, one.recipe.k.bits) for path, one in zip(recipes, headers, strict=True)]))
-        assert {one.sigma_hash for one in headers} == {load(tiny_fitted, headers[0].model.model_hash).sigma_hash}
-        assert (out, dtype) == (tmp_path, tiny_params.mechanisms.dtype)
+    def study(model, recipes, out, *dtype):
+        found = [(path.name, read_header(path).recipe) for path in recipes]
+        served.extend((name, one.rotary, one.k.bits, one.k.sink, one.k.recent) for name, one in found)
+        assert (str(model), out, *dtype) == (tiny_params.model.path, tmp_path, *dtype)
 
     monkeypatch.setattr(of_run, "study", study)
-    of_run.capacity(tiny_params.model_copy(update={"mechanisms": asked}), tiny_fitted, tmp_path)
-    of_run.capacity(tiny_params, tiny_fitted, tmp_path)
-    names = [(f"{codec}{bits}.kv", bits) for codec in ("klt", "hadamard") for bits in (2, 4)]
-    assert [found for _, found in served] == [names, [("klt2.kv", 2)]]
-    assert {str(model) for model, _ in served} == {tiny_params.model.path}
+    monkeypatch.setattr(of_run, "loads", study)
+    monkeypatch.setattr(of_run, "CONTEXT", 64)
+    monkeypatch.setattr(of_run, "WINDOWS", 6)
+    asked = tiny_params.model_copy(update={"mechanisms": tiny_params.mechanisms.model_copy(update=asked)})
+    getattr(of_run, stage)(asked, tmp_path)
+    ends = (2, 16) if stage == "capacity" else (0, 0)
+    klt = [(f"klt{bits}.kv", "after", bits, *ends) for bits in (2, 4)]
+    assert served == (klt if stage == "capacity" else [*klt, ("hadamard4.kv", "before", 4, *ends)])

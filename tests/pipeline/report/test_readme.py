@@ -189,7 +189,7 @@ def test_the_table_of_seconds_needs_benchmarks(page, tmp_path):
 
 
 TABLE = re.compile(r"(?m)(?:^\|.*\n)+")
-SOURCE = re.compile(r"results/|python -m validation|`make |snakemake |`?kvlab [a-z]|FINDINGS|GATE|lm_eval")
+SOURCE = re.compile(r"results/|python -m validation|python -c |`make |snakemake |`?kvlab [a-z]|FINDINGS|GATE|lm_eval")
 
 
 def test_a_measured_table_of_the_documentation_says_how_it_was_made(root):

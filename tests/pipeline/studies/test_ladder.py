@@ -27,12 +27,11 @@ from kvlab_pipeline.studies.ladder.plan import ablations
 from kvlab_pipeline.studies.ladder.state import State, state_of
 from kvlab_pipeline.studies.processes import units
 from kvlab_pipeline.studies.settings import Settings
-from pipeline.report import test_comparison
+from pipeline.report.conftest import no_drawing  # noqa: F401 (a fixture)
 from pipeline.report.planted_facts import GAIN
 from pipeline.report.synthetic import Effects, small_params, write_results
 from refusals import refused
 
-no_pictures = test_comparison.no_pictures
 TWO_TEXTS = {"corpus": {"scored": ["other", "test"]}}
 
 
@@ -160,7 +159,7 @@ def test_a_claim_names_rung_rival_and_text(metrics):
     assert resolved(starved) and starved["effect"]["value"] > 0
 
 
-def test_the_first_page_says_which_to_use(params, metrics, tmp_path, no_pictures):
+def test_the_first_page_says_which_to_use(params, metrics, tmp_path):
     from kvlab_pipeline.report.verdict import judge
 
     findings.write(params, metrics, judge(params, metrics), tmp_path / "FINDINGS.md", tmp_path / "report.html")
