@@ -62,6 +62,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return ByFile(config, log)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def threads_as_before():
+    """Jobs of the pipeline set torch's threads, for a process of their own; here other files' tests come after them."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """Small tensors gain nothing from threads, and lose a lot to them on a busy machine."""
