@@ -22,9 +22,9 @@ from kvlab.codecs.klt.attention_numba import Seen, over_runs, weigh
 from kvlab.codecs.klt.halves import lent
 from kvlab.codecs.klt.reading import Looked, RowReader
 from kvlab.codecs.klt.reading_numba import in_threads, way_of
-from kvlab.codecs.klt.tiles_numba import TILE, Way, compiled
+from kvlab.codecs.klt.tiles_numba import TILE, Way, compiled, first_of
 from kvlab.codecs.klt.vectors_numba import matrix_of, turned_round, unpack
-from kvlab.codecs.klt.writing_numba import SEVERAL, first_of, place_of, places_of
+from kvlab.codecs.klt.writing_numba import places_of
 from kvlab.codecs.shared.lanes_numba import LANES
 from kvlab.codecs.shared.lines_numba import add_lines, products
 from kvlab.codecs.shared.softmax_numba import as_numbers, widen
@@ -58,7 +58,6 @@ class ServedAttention:
             np.zeros(seen_rows, np.float32),
             np.zeros((seen_rows, len(self.v[0].component)), np.float32),
         )
-
         threads = min(torch.get_num_threads(), len(x.runs))
 
         def part(number: int) -> None:
@@ -318,25 +317,18 @@ def _put(z, a, rows, slots, first, bytes, room):
 
     `room` is uint8 [bytes or more, TILE].
     """
-    line, places, symbols = np.empty(TILE, np.float32), np.empty(TILE, np.int32), np.empty(TILE, np.uint8)
+    line, places = np.empty(TILE, np.float32), np.empty(TILE, np.int32)
     for start in range(0, len(z), TILE):
         count = min(TILE, len(z) - start)
         room[:bytes, :count] = 0
         for number in range(len(a.component)):
-            table, most = a.table[number], a.most[number]
-            if count < SEVERAL:
-                for token in range(count):
-                    symbols[token] = place_of(z[start + token, number], a.values, table, most)
-            else:
-                for token in range(count):
-                    line[token] = z[start + token, number]
-                places_of(line[:count], a.values, table, most, places[:count])
-                for token in range(count):
-                    symbols[token] = places[token]
+            for token in range(count):
+                line[token] = z[start + token, number]
+            places_of(line[:count], a.values, a.table[number], a.most[number], places[:count])
             for digit in range(a.digit[number], a.digit[number + 1]):
                 own, up, mask, down = room[a.byte[digit]], a.up[digit] & 7, a.mask[digit], a.down[digit] & 7
                 for token in range(count):
-                    own[token] |= uint8(uint8(uint8(symbols[token] >> up) & mask) << down)
+                    own[token] |= uint8(uint8(uint8(places[token] >> up) & mask) << down)
         for token in range(count):
             row = rows[slots[start + token], first : first + bytes]
             for at in range(bytes):

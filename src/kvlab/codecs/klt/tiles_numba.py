@@ -166,6 +166,12 @@ class Beside(NamedTuple):
     value: NDArray
 
 
+@compiled
+def first_of(group, a):
+    """The first active component of a group."""
+    return a.end[group - 1] - 2 * (group - 1) if group else 0
+
+
 # ------------------------------------------------------------------------------------------- rows to components
 
 

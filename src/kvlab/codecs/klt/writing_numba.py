@@ -24,7 +24,7 @@ from kvlab.codecs.klt.fields import COUNT_BITS
 from kvlab.codecs.klt.reading_numba import TileTables, way_of
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.klt.scales import ABOUT_SINK, LOUD, NEAR, PLAIN, UPWARD
-from kvlab.codecs.klt.tiles_numba import SCALE_END, TILE, compiled
+from kvlab.codecs.klt.tiles_numba import SCALE_END, TILE, compiled, first_of
 from kvlab.codecs.klt.vectors_numba import floats_of
 from kvlab.codecs.shared.grouping import parted
 from kvlab.codecs.shared.softmax_numba import as_numbers, widen
@@ -214,14 +214,12 @@ def place_of(value, values, first, count):
 
 
 @compiled
-def first_of(group, a):
-    """The first active component of a group."""
-    return a.end[group - 1] - 2 * (group - 1) if group else 0
-
-
-@compiled
 def places_of(line, values, first, count, found):
-    """`place_of` of many values [n], into int32 [n]: all boundaries are counted that lie below each, as vectors."""
+    """`place_of` of values [n], into int32 [n]; of many all boundaries are counted that lie below each, as vectors."""
+    if len(line) < SEVERAL:
+        for token in range(len(line)):
+            found[token] = place_of(line[token], values, first, count)
+        return
     found[:] = 0
     for edge in range(first, first + count):
         boundary = (values[edge] + values[edge + 1]) * float32(0.5)
@@ -235,14 +233,10 @@ def _symbols(z, group, a, symbols):
     tokens, width = z.shape
     line, found = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
     for number in range(first_of(group, a), first_of(group + 1, a)):
-        count, at, first = a.most[number], a.component[number] - group * width, a.table[number]
-        if tokens < SEVERAL:
-            for token in range(tokens):
-                symbols[token, at] = place_of(z[token, at], a.values, first, count)
-            continue
+        at = a.component[number] - group * width
         for token in range(tokens):
             line[token] = z[token, at]
-        places_of(line, a.values, first, count, found)
+        places_of(line, a.values, a.table[number], a.most[number], found)
         for token in range(tokens):
             symbols[token, at] = found[token]
 

@@ -67,6 +67,21 @@ def store(k, v, sources, rows, places, to):
 
 
 @compiled
+def _weights(scores, seen, powers, floats):
+    """Make scores weights, 0 where they are not seen; the largest score that is, and the sum of the weights."""
+    top = float32(-np.inf)
+    for at in range(len(scores)):
+        scores[at] = scores[at] if seen[at] else float32(-np.inf)
+        top = max(top, scores[at])
+    exponentials(scores, top, powers, floats)
+    found = float32(0)
+    for at in range(len(scores)):
+        scores[at] = scores[at] if seen[at] else float32(0)
+        found += scores[at]
+    return top, found
+
+
+@compiled
 def add_exact(queries, rows, seen, q, stored, scale, mean, log_sum):
     """Add to attention of single queries what they see of the tokens that are kept of their request.
 
@@ -111,16 +126,10 @@ def add_exact(queries, rows, seen, q, stored, scale, mean, log_sum):
                     widen(q[query, head * per + first + more], own[more], bits[more])
                 products(own, as_rows, 0, head_dim, scores)
                 for more in range(several):
-                    out, top = weights[first + more], float32(-np.inf)
+                    out = weights[first + more]
                     for at in range(places):
-                        out[at] = scores[more, at] * float32(scale) if looked[at] else float32(-np.inf)
-                        top = max(top, out[at])
-                    exponentials(out, top, powers, floats)
-                    found = float32(0)
-                    for at in range(places):
-                        out[at] = out[at] if looked[at] else float32(0)
-                        found += out[at]
-                    tops[first + more], sums[first + more] = top, found
+                        out[at] = scores[more, at] * float32(scale)
+                    tops[first + more], sums[first + more] = _weights(out, looked, powers, floats)
             widen(stored[1, row, head].reshape(-1), tokens, ints)
             total[:] = 0
             add_lines(weights, as_rows, 0, total)
