@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 # They share the session's engines: one process runs them all.
 ONE_ENGINE = ("engines", "calibration", "measure", "pipeline/studies")
 # So do these, each what its tests share; files of other folders fill up the time beside them.
-TOGETHER = ("workflow/lab", "gate", "workflow", "kvstore/vllm")
+TOGETHER = ("workflow/lab", "gate", "validation/gate", "workflow", "kvstore/vllm")
 # What takes longest comes first.
 LONG = (*ONE_ENGINE, *TOGETHER, "pipeline", "cache", "codec", "cli", "evals", "text", "kvstore", "validation")
 settings.load_profile(FIRST)  # unless --hypothesis-profile names the other

@@ -140,8 +140,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("semantics", ["in_forward", "serving"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "semantics"),
+    [*((way, "in_forward") for way in WAYS), ("greedy", "serving"), ("beams with padding", "serving")],
+)
 def test_identity_generates_what_the_ordinary_cache_does(model, way, semantics):
     options = dict(WAYS[way])
     ids = options.pop("ids", IDS)

@@ -73,9 +73,9 @@ def test_what_is_written_is_what_transformers_own_sliding_layers_give(engine):
 @pytest.mark.parametrize(
     ("name", "semantics"),
     [
-        ("hadamard", "serving"),
         ("kivi", "in_forward"),
         ("klt, its ends exact", "serving"),
+        pytest.param("hadamard", "serving", marks=pytest.mark.nightly),
         pytest.param("hadamard", "in_forward", marks=pytest.mark.nightly),
         pytest.param("kivi", "serving", marks=pytest.mark.nightly),
         pytest.param("klt", "in_forward", marks=pytest.mark.nightly),

@@ -35,7 +35,8 @@ from kvlab.gate.reasons import REASONS
 from kvlab.output.terminal import as_text
 from kvlab_pipeline.studies.mechanisms.plan import KEEPING, READING, variants
 from kvlab_pipeline.studies.settings import by_model
-from validation.gate.corruptions import valid_case
+from validation.gate import corruptions
+from validation.gate.corruptions import MUTATIONS, valid_case
 
 QUALITY = "supported+compression => quality_eval_status == completed"
 INJECTIONS = [
@@ -799,7 +800,9 @@ def test_records_become_rows_that_every_verb_takes(gate, planted, here):
         assert named.items() <= kept[row["row_id"]].items()
 
 
-def test_the_page_exits_with_0_whatever_rows_earn(gate, planted, here):
+def test_the_page_exits_with_0_whatever_rows_earn(gate, planted, here, monkeypatch):
+    few = corruptions.table(MUTATIONS[:3])
+    monkeypatch.setattr(corruptions, "table", lambda: few)
     gate(f"step rows hf.json vllm.json {ROWS} --code c0de")
     line = "report rows.json --current now.json --records hf.json vllm.json --out GATE.md --json claims.json"
     told = "GATE.md: 7 rows, of which 5 supported, 1 too_lossy, 1 unsupported\n"

@@ -56,13 +56,11 @@ CONTEXT = Context(REGISTRY, CURRENT)
 NASTY = (
     "| a | b |",
     "<script>alert(1)</script>",
-    "[click](https://example.com)",
     "`code` *bold* _under_ ~~gone~~",
-    "![x](x.png)",
+    "![x](https://example.com)",
     "</details><h1>x</h1>",
     "{{ 7 * 7 }} {% raw %}",
     "# heading",
-    "=HYPERLINK(1)",
     "naïve 漢字 😀",
 )
 

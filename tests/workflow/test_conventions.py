@@ -7,8 +7,6 @@ import datetime
 import importlib.util
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +18,7 @@ from docutils.core import publish_parts
 from docutils.utils import SystemMessage
 
 import kvlab
+from cli.test_cli import run
 from kvlab.cli.main import verbs
 from kvlab.core.paramfile import read_yaml
 from kvlab_pipeline.jobs import plan
@@ -251,11 +250,11 @@ def typed(pattern: str) -> list[str]:
 
 
 @pytest.mark.parametrize("arguments", typed("kvlab params"))
-def test_the_checks_in_config_readme_work_as_typed(arguments):
-    command = [sys.executable, "-m", "kvlab", "params", *arguments.split()]
-    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert checked.returncode == 0, checked.stderr
-    assert "models:" in checked.stdout
+def test_the_checks_in_config_readme_work_as_typed(arguments, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    code, out, err = run("params", *arguments.split(), capsys=capsys)
+    assert code == 0, err
+    assert "models:" in out
 
 
 @pytest.mark.parametrize("override", [word.strip().strip("'") for word in typed("dvc exp run -S")])

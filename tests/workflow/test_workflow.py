@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -287,9 +288,11 @@ def test_an_unknown_preset_is_refused_with_the_nearest_name(tmp_path):
 
 
 @pytest.mark.parametrize("preset", [path.stem for path in sorted((ROOT / "workflow/presets").glob("*.yaml"))])
-def test_a_preset_runs_apart_from_the_root(tmp_path, preset, params):
-    made = script("workspace.py", preset, "--at", tmp_path)
-    assert made.returncode == 0, made.stderr
+def test_a_preset_runs_apart_from_the_root(tmp_path, preset, params, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "workflow/scripts")
+    workspace = importlib.import_module("workspace")  # whose command the fixture `quick` types
+    monkeypatch.chdir(ROOT)
+    workspace.make(tmp_path, workspace.preset_params(preset))
     own = next(iter(by_model(read_yaml(tmp_path / "params.yaml")).values()))  # `full` lists two models
     assert (own == params) == (preset == embedded.NAME)
     assert (own.windows.test > params.windows.test) == (preset == "confirm")

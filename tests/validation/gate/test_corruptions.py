@@ -1,7 +1,5 @@
 import copy
 
-import pytest
-
 from kvlab.gate.reasons import REASONS
 from validation.gate.corruptions import (
     ABSENT,
@@ -9,7 +7,6 @@ from validation.gate.corruptions import (
     Mutation,
     judged,
     published_passes,
-    table,
     valid_case,
 )
 
@@ -24,11 +21,6 @@ ELSEWHERE = {
     "record_other",
     "replay_other",
 }
-
-
-@pytest.fixture(scope="module")
-def lines():
-    return table()
 
 
 def test_nothing_is_wrong_with_the_valid_case():

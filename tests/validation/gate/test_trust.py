@@ -25,7 +25,15 @@ def rows(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def written(rows, tmp_path_factory):
+def judged_once(lines):
+    """What the page and its numbers say of the corruptions, without judging them anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corruptions, "table", lambda: lines)
+        yield
+
+
+@pytest.fixture(scope="module")
+def written(judged_once, rows, tmp_path_factory):
     """The folder of the page with its curve beside it."""
     folder = tmp_path_factory.mktemp("gate")
     files = plant(folder)
@@ -39,7 +47,7 @@ def text(written):
 
 
 @pytest.fixture(scope="module")
-def numbers():
+def numbers(judged_once):
     return trust(REGISTRY, [(0.5, 320), (0.1, 150)])
 
 
@@ -56,9 +64,8 @@ def test_every_corruption_is_listed_and_detected(text, numbers):
     assert f"{len(seen)} of the corruptions change something" in text
 
 
-def test_a_corruption_that_is_missed_would_be_told(monkeypatch, rows, tmp_path):
-    made = corruptions.table(MUTATIONS[:3])
-    made[1]["detected"] = False
+def test_a_corruption_that_is_missed_would_be_told(monkeypatch, lines, rows, tmp_path):
+    made = [lines[0], lines[1] | {"detected": False}, lines[2]]
     monkeypatch.setattr(corruptions, "table", lambda: made)
     page.write(rows, CONTEXT, tmp_path / "TRUST.md")
     told = (tmp_path / "TRUST.md").read_text()
