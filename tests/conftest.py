@@ -12,6 +12,7 @@ from hypothesis import settings
 from tiers import COMPILED, FIRST, FULL, LATER, NEITHER, tier
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start: threads without a core of their own spin
 ROOT = Path(__file__).parent.parent
 # They share the session's engines: one process runs them all.
 ONE_ENGINE = ("engines", "calibration", "measure", "pipeline/studies")

@@ -9,7 +9,7 @@ The first tier is what one runs before a commit. A test is in another one by its
   CI runs these after the first tier.
 - `nightly`: it needs long and seldom tells what the first two do not: schedulers, S3, every case of a handover, each
   way to kill a run, most processes of vLLM beside the engine that a session shares, experiments of DVC, faults planted
-  in a real run, training.
+  in a real run, training, peak memory, loops that are compiled for options which are no default.
 
 The third tier also has all properties once more, each with as many examples as it asks for; in the others each has a
 fifth of them.

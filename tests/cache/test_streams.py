@@ -199,7 +199,7 @@ def large_case(params, folder, layers: int, windows: int) -> dict:
     return {"params": data, "folder": str(folder), "window": windows - 1}
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_memory_grows_neither_with_layers_nor_with_windows(tiny_params, tmp_path):
     """Peak memory of `encode` and `decode`: all layers decoded are 32 MiB, so are all windows of one K in float32."""
     few = large_case(tiny_params, tmp_path / "few", layers=2, windows=1)

@@ -1,5 +1,6 @@
 """Planted streams, calibrations that fit them, and a recipe of every codec, for the tests of all codecs."""
 
+from collections.abc import Container
 from dataclasses import replace
 from functools import lru_cache
 
@@ -73,14 +74,14 @@ def known(name: str) -> list[str]:
     return [condition for condition, changes in CONDITIONS.items() if set(changes) <= fields]
 
 
-def cases() -> list[tuple[str, str]]:
+def cases(conditioned: Container[str] = CONDITIONED) -> list[tuple[str, str]]:
     """Every codec without a condition, and some under every one that they know."""
-    return [(name, condition) for name in RECIPES for condition in (known(name) if name in CONDITIONED else ["plain"])]
+    return [(name, condition) for name in RECIPES for condition in (known(name) if name in conditioned else ["plain"])]
 
 
-def storing() -> list[tuple[str, str]]:
+def storing(conditioned: Container[str] = CONDITIONED) -> list[tuple[str, str]]:
     """Those cases whose codec writes codes."""
-    return [case for case in cases() if case[0] not in UNSTORED]
+    return [case for case in cases(conditioned) if case[0] not in UNSTORED]
 
 
 def planted(heads=2, tokens=70, dim=64, draw=0) -> torch.Tensor:

@@ -221,7 +221,7 @@ for layers in (2, 2, 12):
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_layers(tmp_path):
     """Peak memory of coding and decoding 12 layers, once 2 layers are warm: one layer's K is 2 MiB."""
     run = [sys.executable, "-c", MEASURE, str(tmp_path / "cache.kvls"), "klt"]

@@ -107,17 +107,17 @@ def test_controls_and_they_alone_are_not_packed(name, condition):
     assert coded(name, condition, planted())[1].packed == (name not in UNSTORED)
 
 
-@ALL
-def test_the_same_every_time_and_with_any_threads(name, condition):
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_same_every_time_and_with_any_threads(name):
     x = planted(tokens=600)  # in blocks that are large enough for a second thread
-    chosen = fresh(name, condition, block_size=512)
+    chosen = fresh(name, block_size=512)
     encoded = chosen.encode(x, SITE)
     decoded = chosen.decode(encoded)
     assert same(chosen.encode(x, SITE), encoded)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        other = fresh(name, condition, block_size=512)
+        other = fresh(name, block_size=512)
         again = other.encode(x, SITE)
         assert same(again, encoded)
         assert torch.equal(other.decode(again), decoded)

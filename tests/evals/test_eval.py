@@ -39,6 +39,7 @@ def here(root, tmp_path, monkeypatch, capsys):
     """A folder with the toy tasks; a function runs a verb in it and gives exit code, stdout and stderr."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # without parameters, as many threads as cores
     monkeypatch.chdir(tmp_path)
     for name in ("models", "src"):
         (tmp_path / name).symlink_to(root / name)

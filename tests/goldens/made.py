@@ -63,7 +63,7 @@ def _coded_bytes() -> dict[str, str]:
     from kvlab.codecs.stream.bitstream import frame_bytes
 
     found = {}
-    for name, condition in ladder_making.storing():
+    for name, condition in ladder_making.storing(ladder_making.RECIPES):
         for bits in (2, 4):
             codec = ladder_making.codec(name, condition, bits)
             encoded = codec.encode(ladder_making.planted(), making.SITE)

@@ -1,4 +1,7 @@
-"""The rebuilding changes no recipe's id, no coded byte, no corruption that the gate finds and no fault of the audit."""
+"""The rebuilding changes no recipe's id, no coded byte and no fault of the audit.
+
+Nor a corruption that the gate finds, which tests/validation/gate holds against its golden.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import pytest
 from goldens import made
 
 
-@pytest.mark.parametrize("name", made.GOLDENS)
+@pytest.mark.parametrize("name", [name for name in made.GOLDENS if name != "mutations"])
 def test_what_the_code_makes_is_what_was_written_before_the_rebuilding(name):
     found, kept = made.GOLDENS[name](), made.kept(name)
     if isinstance(kept, dict):

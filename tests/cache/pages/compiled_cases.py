@@ -41,6 +41,9 @@ from kvlab.codecs.shared.lines_numba import add_lines
 from kvlab.core.errors import NonFinite, StreamError
 
 BLOCK = 4
+AFTER = pytest.mark.nightly  # K after its rotary embedding is no default, and its loops take long to compile
+    pytest.mark.nightly
+)  # K after its rotary embedding, which is no default: its loops take half a minute to compile
 CODE = compiled.code  # as it is, whatever a test puts in its place
 
 
@@ -145,7 +148,7 @@ def test_each_file_of_the_codecs_is_in_the_name_of_what_is_kept(monkeypatch, tmp
     assert len({first, second, code()}) == 3
 
 
-@pytest.mark.parametrize("rotary", ["before", "after"])
+@pytest.mark.parametrize("rotary", ["before", pytest.param("after", marks=AFTER)])
 def test_without_numba_the_same_is_read(monkeypatch, rotary):
     """`klt` before the rotary embedding or after it: compiled, and as torch alone does it without numba.
 
@@ -207,6 +210,7 @@ def test_bytes_of_tokens_turned_round_lie_side_by_side(bytes, tokens, first):
     assert not found[bytes].any() and not found[:, tokens:].any()
 
 
+@AFTER
 @pytest.mark.parametrize(("bits", "tokens"), [(1, 5), (2, 300), (3, 5), (4, 70), (6, 9), (8, 3)])
 @pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -239,6 +243,7 @@ def test_served_rows_are_torch_s_and_read_as_torch_reads_them(heads, bits, token
     torch.testing.assert_close(log_sum[0].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
 
 
+@AFTER
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_served_token_that_cannot_be_coded_is_refused_and_nothing_written(bad):
     dim, heads = 64, 3
@@ -254,7 +259,7 @@ def test_a_served_token_that_cannot_be_coded_is_refused_and_nothing_written(bad)
     assert not held.view(-1, pages.bytes)[:, pages.k.bytes :].any()
 
 
-@pytest.mark.parametrize("rotary", ["before", "after"])
+@pytest.mark.parametrize("rotary", ["before", pytest.param("after", marks=AFTER)])
 @pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("size", [1.0, 1e3], ids=["usual", "without-tables"])

@@ -69,7 +69,7 @@ def both_dtypes(write):
     return write(["hf"], ["float32", "bfloat16"])
 
 
-@pytest.fixture(params=["both_engines", pytest.param("both_dtypes", marks=pytest.mark.full)])
+@pytest.fixture(params=["both_engines", pytest.param("both_dtypes", marks=pytest.mark.nightly)])
 def files(request):
     return request.getfixturevalue(request.param)
 

@@ -20,7 +20,7 @@ from kvlab_pipeline.studies.restore.stored import RAW, common
 from kvlab_pipeline.studies.restore.tables import tables
 from refusals import refused
 
-pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
+pytestmark = pytest.mark.nightly  # a page that FINDINGS.md does not need, measured in two processes
 
 SMALL = RestoreSettings(
     prompts=2,

@@ -1,5 +1,6 @@
 import copy
 
+from goldens import made
 from kvlab.gate.reasons import REASONS
 from validation.gate.corruptions import (
     ABSENT,
@@ -34,6 +35,7 @@ def test_every_corruption_is_found_by_its_own_code(lines):
     assert len(lines) >= 100
     assert {line["where"] for line in lines} == {"config", "row", "registry", "evidence", "current"}
     assert len({line["name"] for line in lines}) == len(lines)
+    assert lines == made.kept("mutations")
 
 
 def test_most_of_them_pass_the_published_rules(lines):
