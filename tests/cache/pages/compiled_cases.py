@@ -42,8 +42,6 @@ from kvlab.core.errors import NonFinite, StreamError
 
 BLOCK = 4
 AFTER = pytest.mark.nightly  # K after its rotary embedding is no default, and its loops take long to compile
-    pytest.mark.nightly
-)  # K after its rotary embedding, which is no default: its loops take half a minute to compile
 CODE = compiled.code  # as it is, whatever a test puts in its place
 
 
