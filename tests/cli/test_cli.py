@@ -72,11 +72,9 @@ def test_every_verb_of_an_overview_exists_and_none_is_missing(words, verbs, caps
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        (["meas"], "measure"),
         (["step", "capt"], "capture"),
-        (["measure", "model", "--pro"], "--protocol"),
-        (["measure", "model", "--protocol", ""], "snapshot in_forward"),
         (["gate", "ingest", "--mechanism-n"], "--mechanism-notes"),
+        (["measure", "model", "--protocol", ""], "snapshot in_forward"),
     ],
 )
 def test_bash_completes_verbs_flags_and_their_values(typed, offered, capsys, root, tmp_path):

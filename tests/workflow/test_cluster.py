@@ -70,7 +70,7 @@ def planned(output: str) -> Counter:
     return Counter({name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)})
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_on_slurm_every_job_is_planned_with_memory_and_time(run, asked):
     here = run(*SNAKEMAKE, "-n", REPORT)
     jobs = asked(*SLURM, REPORT)

@@ -361,7 +361,7 @@ def test_what_dvc_restored_under_other_parameters_is_not_recorded(recorded):
     assert CHANGED in recorded.refused("adopt")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_stage_is_recorded_whole_and_stale_ones_are_left(recorded):
     recorded.edit("params.yaml", "bits: 4", "bits: 5")
     recorded.run("snakemake", "-q", "all", "--", "calib/fit/hf.txt")

@@ -227,12 +227,17 @@ def test_every_item_of_every_variant_is_in_the_table(measured, tiny_params):
         assert part.select("label", "metric", "item").is_unique().all()
 
 
-def test_numbers_are_the_same_when_measured_again(
+def test_numbers_are_the_same_when_measured_again_beside_fewer_others(
     measured, tiny_params, tiny_windows, tiny_needles, tiny_fitted, tmp_path
 ):
-    out = tmp_path / "hf.parquet"
-    measuring.mechanisms(tiny_params, "hf", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", out)
-    assert records.read_mechanisms(out)[1].equals(measured("hf")[1])
+    out, fewer = tmp_path / "hf.parquet", {"codecs": ("klt", "archive"), "in_forward": ("klt",)}
+    asked = tiny_params.model_copy(update={"mechanisms": tiny_params.mechanisms.model_copy(update=fewer)})
+    measuring.mechanisms(asked, "hf", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", out)
+    again = records.read_mechanisms(out)[1]
+    assert set(again["label"]) == {"baseline", "klt 2 in_forward", "klt 2 snapshot", "archive 2 snapshot"}
+    before = measured("hf")[1].filter(pl.col("label").is_in(again["label"].unique().to_list()))
+    by = ["label", "quality_eval_id", "metric", "item"]
+    assert again.sort(by).equals(before.sort(by))
 
 
 @AVX512
@@ -461,7 +466,7 @@ def test_what_is_found_is_what_greedy_decoding_writes(root, base_params, tmp_pat
     from kvlab.text.needles import build, sequence
     from kvlab_pipeline.studies.settings import Settings
 
-    fewer = {"mechanisms": {"needles": 8}, "kvstore": {"policy": {"needles": 8}}}
+    fewer = {"mechanisms": {"needles": 4}, "kvstore": {"policy": {"needles": 4}}}
     params = Settings.complete(overlay(base_params, fewer))
     planted = build(params, tmp_path / "needles.parquet")
     info = resolve(params.model)

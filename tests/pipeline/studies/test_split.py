@@ -45,7 +45,7 @@ def test_what_cannot_be_divided_is_refused(split, data):
 
 @pytest.fixture(scope="module")
 def params() -> Settings:
-    return small_params(split={"windows": 12})
+    return small_params(split={"windows": 12}, studies=["split"])
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_a_title_reruns_the_report_alone(lab):
     assert [line.partition(" ")[0] for line in lab.ran()] == ["compare", "metrics", "report", "verdict"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_other_bits_rerun_no_capture_and_no_sigma(lab):
     lab.change("params.yaml", "\nbits: 3", "\nbits: 4")
     assert planned(lab) == CODED | REPORTED
