@@ -381,8 +381,8 @@ def test_a_model_without_a_tokenizer_is_refused(text, run, tmp_path, capsys):
     for path in model.glob("token*"):
         path.unlink()
     capsys.readouterr()  # how the model was written
-    for words in (("recommend", model, "--text", text), ("check", model, "--format", "q8_0")):
-        code, said, err = run(*words, *SMALL)
+    for verb, *rest in (("recommend",), ("check", "--format", "q8_0")):
+        code, said, err = run(verb, model, *rest, "--text", text, *SMALL)
         assert (code, said) == (2, "") and "tokenizer" in err and len(err.splitlines()) == 1, err
 
 

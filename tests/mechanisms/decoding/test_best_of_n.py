@@ -94,9 +94,9 @@ def test_the_order_takes_unlike_samples_earlier():
     assert ranked([-2.0, -2.0], embeddings[:2], 0.0) == [0, 1]
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("n", [2, 8])
 def test_the_best_of_n_draws_has_its_law(n):
-    rows = 40_000
+    rows = 20_000
     taken = best_token(torch.from_numpy(np.log(P)).expand(rows, 5), n, Sampling())
     above = np.concatenate([[0], np.cumsum(P)])
     want = (1 - above[:-1]) ** n - np.maximum(1 - above[1:], 0) ** n

@@ -94,9 +94,15 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("chains", [1, 3])
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("only", [(0, 1, 2, 3), (0, 3)])
+@pytest.mark.parametrize(
+    ("kind", "chains", "only"),
+    [
+        ("sampled", 1, (0, 1, 2, 3)),
+        ("sampled", 3, (0, 3)),
+        ("deterministic", 1, (0, 3)),
+        ("deterministic", 3, (0, 1, 2, 3)),
+    ],
+)
 def test_two_tokens_have_the_targets_law(kind, chains, only):
     p, q = Table.random(0), Table.random(1, only)
     if kind == "deterministic" and len(only) < chains:
@@ -137,7 +143,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted_and_gets_one_token_more
     assert stats.chisquare(counts, counts.sum() * p.laws[often].numpy()).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_acceptance_is_one_less_the_total_variation(seed):
     p, q = Table.random(2 * seed), Table.random(2 * seed + 1)
     alpha = float(torch.minimum(p.laws[()], q.laws[()]).sum())

@@ -9,7 +9,7 @@ from kvlab_mechanisms.micro import page as run
 from kvlab_mechanisms.micro.row import BenchRow, hold, published
 from kvlab_mechanisms.micro.rows import ALL
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
