@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((number for number, name in enumerate(LONG) if folder.startswith(name)), len(LONG))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at all of it again after every few tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """At the end it is freed in order."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -151,7 +151,7 @@ onerror:
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_real_run(tmp_path):
     (tmp_path / "Snakefile").write_text(SNAKEFILE)
 

@@ -107,10 +107,10 @@ def test_cells_holds_coded_cells_of_the_reduced_dtype_only():
     assert table["value"].to_list() == [cell["kl_net"]["value"] for cell in expected]
 
 
-@pytest.mark.parametrize("name", ["baseline", "cells", "layers", "noise"])
+@pytest.mark.parametrize("name", ["baseline", "cells"])
 def test_zeros_and_negative_values_are_drawn_at_the_end_of_their_axis(tmp_path, name):
     metrics = build()
-    for part, key in (("baseline", "kl"), ("cells", "kl_net"), ("layers", "kl"), ("noise", "kl")):
+    for part, key in (("baseline", "kl"), ("cells", "kl_net")):
         for row, value in zip(metrics[part], (0.0, -1e-6, 0.0), strict=False):
             row[key] |= {"value": value, "low": value - 1e-7, "high": value + 1e-7}
     _, figure = described(name, metrics)
