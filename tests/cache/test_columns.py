@@ -12,7 +12,7 @@ import pytest
 
 from tiers import COMPILED
 
-CASES = [Path(__file__).with_name(name) for name in ("columns_cases.py", "test_block_attention.py")]
+CASES = [Path(__file__).with_name(name) for name in ("columns_cases.py", "test_block_attention.py", "test_served.py")]
 
 
 @pytest.mark.full

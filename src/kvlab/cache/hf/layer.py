@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from kvlab.cache.hf.decoded_window import DecodedColumns, Grant
 from kvlab.cache.hf.sequences import Straight, TokenRow, Turn
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.core.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from kvlab.cache.hf.served import ServedCall
 
 STREAMS = ("k", "v")
 
@@ -72,11 +75,14 @@ class Call:
         Of each row.
     whole : bool
         Whether attention has to be given tensors, rather than what is stored.
+    served : ServedCall or None
+        What layers of `served` need to know, and no others.
     """
 
     pads: list[int]
     turns: list[Turn]
     whole: bool = True
+    served: ServedCall | None = None
 
 
 class CodecLayer(CacheLayerMixin):
@@ -213,10 +219,24 @@ class CodecLayer(CacheLayerMixin):
         return self._seen(stream, like, call).whole()
 
     @property
+    def padded(self) -> list[tuple[int, int]]:
+        """Padding of each row, and what is stored after it."""
+        return [(row.pads, row.held) for row in self.rows["k"]]
+
+    @property
     def is_croppable(self) -> bool:
         """Whether a crop leaves no trace: codes that can be cut where a token ends, and no last tokens kept exactly."""
         cuts = all(coder.joiner is not None and not coder.kept.recent for coder in self.coders.values())
         return cuts and self.window is None
+
+    def block_size(self, stream: str) -> int | None:
+        """Tokens of a block; None where a block has as many as come."""
+        return self.coders[stream].size
+
+    @property
+    def working_bytes(self) -> int:
+        """Of what is held decoded."""
+        return sum(window.nbytes for window in self.windows.values())
 
     @property
     def batch_size(self) -> int:

@@ -1,0 +1,390 @@
+"""`klt` of K after its rotary embedding in a transformers cache: the rows and the loops of vLLM's coded pages.
+
+Every token has a row of bytes, K's and V's one after the other, and each sequence's first and last tokens are kept as
+they were computed, too (`pages.exact`). The tokens of a call, the last `recent` ones before them and the first `sink`
+ones are read exact, all others coded. Without `recent` a call's last token is kept, which reads itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvlab.cache.hf.attention_view import Unopened
+from kvlab.cache.hf.layer import STREAMS, Call, StreamCoding, kept
+from kvlab.cache.pages.attention import ServerStep
+from kvlab.cache.pages.exact import Ring, chunks_beside, keep_exact, singles_beside
+from kvlab.cache.pages.layer import LayerPages
+from kvlab.cache.pages.rope import MeanByPosition, Rotation
+
+GRAIN = 64  # tokens by which the room of a sequence grows, or a sixteenth of what it holds
+
+
+class Sequences(NamedTuple):
+    """What a layer knows of each sequence of its batch.
+
+    Parameters
+    ----------
+    pads, lengths : tuple of int
+        Columns of padding on its left, and its tokens after these.
+    low : tuple of int
+        The position below which it is read coded whatever is recent: a crop gave up what was kept exact.
+    """
+
+    pads: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    low: tuple[int, ...] = ()
+
+    @property
+    def columns(self) -> int:
+        """Tokens of each row, padding included."""
+        return self.pads[0] + self.lengths[0] if self.pads else 0
+
+    def after(self, pads: Sequence[int], tokens: int) -> Sequences:
+        """With a call of so many columns, of which each row's first ones are padding."""
+        start = self if self.pads else Sequences(*[(0,) * len(pads)] * 3)
+        return Sequences(
+            tuple(old + new for old, new in zip(start.pads, pads, strict=True)),
+            tuple(old + tokens - new for old, new in zip(start.lengths, pads, strict=True)),
+            start.low,
+        )
+
+    def cropped(self, columns: int, recent: int) -> Sequences:
+        """The first columns."""
+        lengths = tuple(max(0, columns - pads) for pads in self.pads)
+        lows = tuple(
+            min(new, max(low, old - recent)) if new < old else low
+            for low, old, new in zip(self.low, self.lengths, lengths, strict=True)
+        )
+        return Sequences(tuple(min(pads, columns) for pads in self.pads), lengths, lows)
+
+    def chosen(self, indices: Sequence[int]) -> Sequences:
+        """Those of these rows."""
+        return Sequences(*(tuple(part[i] for i in indices) for part in self)) if self.pads else self
+
+
+@dataclass(eq=False)
+class ServedCall:
+    """One forward's tokens, the same for all layers.
+
+    Parameters
+    ----------
+    before, after : Sequences
+        What is held before and after it.
+    tokens, capacity : int
+        Its columns; and the tokens that a row has room for.
+    ring : Ring
+        Of exact tokens.
+    """
+
+    before: Sequences
+    after: Sequences
+    tokens: int
+    capacity: int
+    ring: Ring
+    _known: Tensor | None = field(default=None, init=False)
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return len(self.after.pads)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Tokens of each row that are no padding."""
+        return [min(self.tokens, length) for length in self.after.lengths]
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Those that have any: the sequences of `step`."""
+        return [row for row, count in enumerate(self.counts) if count]
+
+    @cached_property
+    def step(self) -> ServerStep:
+        """Which of its queries read what."""
+        rows, counts = torch.tensor(self.rows), [self.counts[row] for row in self.rows]
+        lengths = [self.after.lengths[row] for row in self.rows]
+        slots = torch.cat([row * self.capacity + torch.arange(self.after.lengths[row]) for row in self.rows])
+        first = torch.tensor([min(self.ring.sink, length) for length in lengths])
+        begin = torch.tensor(lengths) - torch.tensor(counts)
+        low = torch.tensor(self.after.low)[rows].maximum(first).maximum(begin + 1 - self.ring.recent)
+        until = low.repeat_interleave(torch.tensor(counts))
+        step = ServerStep((0, *accumulate(counts)), tuple(lengths), slots, tuple(first.tolist()), until)
+        return self.ring.beside(step, rows, first, until)
+
+    @cached_property
+    def own_slots(self) -> Tensor:
+        """Where its tokens are stored, int64 [n]."""
+        return self.step.own_slots()
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Which of its columns are no padding, bool [batch, tokens]."""
+        return torch.arange(self.tokens) >= self.tokens - torch.tensor(self.counts)[:, None]
+
+    @property
+    def padded(self) -> bool:
+        """Whether any is."""
+        return sum(self.counts) < self.batch * self.tokens
+
+    @property
+    def several(self) -> bool:
+        """Whether some row has more than one token."""
+        return max(self.counts) > 1
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Its tokens [n, heads, head_dim] of [batch, heads, tokens, head_dim]."""
+        x = x.transpose(1, 2)
+        return x[self.real] if self.padded else x.reshape(-1, *x.shape[2:])
+
+    def unflat(self, x: Tensor) -> Tensor:
+        """The way back, to [batch, tokens, heads, head_dim], zero where it is padding."""
+        if not self.padded:
+            return x.view(self.batch, self.tokens, *x.shape[1:])
+        out = x.new_zeros(self.batch, self.tokens, *x.shape[1:])
+        out[self.real] = x
+        return out
+
+    def is_causal(self, mask: Tensor | None) -> bool:
+        """Whether a mask shows each token what stands before it in its row, padding left out, and itself."""
+        if mask is None:
+            return self.tokens == 1 and not any(self.after.pads)
+        if mask is self._known:
+            return True
+        due = (self.batch, self.tokens, self.after.columns)
+        if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != due[1:]:
+            return False
+        shown = mask if mask.dtype == torch.bool else mask == 0
+        hidden = mask.dtype == torch.bool or bool((shown | (mask <= torch.finfo(mask.dtype).min / 2)).all())
+        column, last = torch.arange(due[2]), torch.arange(due[2] - due[1], due[2])[:, None]
+        seen = (column <= last) & (column >= torch.tensor(self.after.pads)[:, None, None])
+        same = (shown == seen[:, None]) | ~self.real[:, None, :, None]
+        if not hidden or not same.all():
+            return False
+        self._known = mask
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class ServedView(Unopened):
+    """K or V of one layer in one call.
+
+    Parameters
+    ----------
+    layer : ServedLayer
+        Which holds the call's tokens already.
+    stream : {"k", "v"}
+        Which one this is.
+    call : ServedCall
+    own : pair of Tensor
+        The call's K and V as they came [n, kv_heads, head_dim].
+    kept : Tensor
+        What was kept exact before the call, where a row has several tokens in it; else what is now.
+    like : Tensor
+        This one as it came [batch, kv_heads, tokens, head_dim].
+    """
+
+    layer: ServedLayer
+    stream: str
+    call: ServedCall
+    own: tuple[Tensor, Tensor]
+    kept: Tensor
+    like: Tensor
+
+    @property
+    def columns(self) -> int:
+        """See `Unopened`."""
+        return self.call.after.columns
+
+    @property
+    def batch(self) -> int:
+        """See `Unopened`."""
+        return self.call.batch
+
+    def attend(self, query: Tensor, value: ServedView, mask: Tensor | None, scale: float) -> Tensor | None:
+        """See `Unopened`."""
+        if not self.call.is_causal(mask):
+            return None
+        q, step, layer = self.call.flat(query), self.call.step, self.layer
+        coded = layer.pages.attend(layer.held, q, step, self.like.shape[1], scale)
+        if self.call.several:
+            chunks_beside(coded, q, *self.own, self.kept, step, scale)
+        singles_beside(coded, q, layer.exact, step.exact, scale)
+        return self.call.unflat(coded.mean.to(query.dtype))
+
+    @torch.compiler.disable
+    def whole(self) -> Tensor:
+        """See `Unopened`."""
+        past = self.layer.past(self.stream, self.call.before, self.kept, self.like)
+        return torch.cat([past, self.like], dim=2)
+
+
+class ServedLayer(CacheLayerMixin):
+    """K and V of one layer, a row of bytes for each token.
+
+    Parameters
+    ----------
+    pages : LayerPages
+        How they are coded; this layer's own.
+    mean : Tensor
+        Of K before its rotary embedding, float32 [kv_heads, head_dim].
+    ring : Ring
+        Of exact tokens.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+    working_bytes = 0
+
+    def __init__(self, pages: LayerPages, mean: Tensor, ring: Ring):
+        super().__init__()
+        self.pages, self.mean, self.ring = pages, mean, ring
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens and all counts."""
+        self.sequences, self.is_initialized = Sequences(), False
+        self.held, self.exact = torch.empty(0, 1, 0, self.pages.bytes, dtype=torch.uint8), torch.empty(0)
+        self.fires = 0
+        self.pages.forget()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Room for the batch that arrives."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads, _, head_dim = key_states.shape
+        self.held = torch.empty(batch, 1, 0, self.pages.bytes, dtype=torch.uint8)
+        self.exact = key_states.new_zeros(2, batch, heads, self.ring.tokens, head_dim)
+        self.is_initialized = True
+
+    def call(self, pads: list[int], tokens: int) -> ServedCall:
+        """A forward of so many columns, of which each row's first ones are padding."""
+        after = self.sequences.after(pads, tokens)
+        most, capacity = max(after.lengths), self.held.shape[2]
+        if most > capacity:
+            capacity = most + max(GRAIN, most // 16)
+        return ServedCall(self.sequences, after, tokens, capacity, self.ring)
+
+    def turn(self, rotation: Rotation) -> None:
+        """Be told of the rotary embedding of all positions up to some."""
+        self.pages.rotation = MeanByPosition(rotation, self.mean)
+
+    @torch.no_grad()
+    def update(self, key_states: Tensor, value_states: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Store the tokens of one call and give attention what it may see; see `CodecLayer.update`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        served = call.served
+        self._fit(served.capacity)
+        own = served.flat(key_states), served.flat(value_states)
+        kept = self.exact.clone() if served.several else self.exact
+        k, v = (part.transpose(0, 1) for part in own)
+        self.pages.write(k, v, self.held, served.own_slots, served.step.positions)
+        keep_exact(*own, self.exact, served.step.exact)
+        self.fires, self.sequences = self.fires + len(served.rows), served.after
+        if not any(served.before.lengths):
+            return key_states, value_states
+        came = zip(STREAMS, (key_states, value_states), strict=True)
+        seen = [ServedView(self, stream, served, own, kept, like) for stream, like in came]
+        return tuple(part.whole() for part in seen) if call.whole else tuple(seen)
+
+    def _fit(self, capacity: int) -> None:
+        if capacity > (had := self.held.shape[2]):
+            held = self.held.new_empty(len(self.held), 1, capacity, self.pages.bytes)
+            held[:, :, :had] = self.held
+            self.held = held
+
+    def decoded(self, stream: str, like: Tensor, call: Call) -> Tensor:
+        """What is stored as a later call sees it [batch, heads, tokens, head_dim]."""
+        return self.past(stream, self.sequences, self.exact, like)
+
+    def past(self, stream: str, before: Sequences, exact: Tensor, like: Tensor) -> Tensor:
+        """What a call reads of tokens before it, [batch, heads, columns, head_dim] in `like`'s dtype; padding is zero.
+
+        `exact` is what was kept when it began.
+        """
+        which, capacity = STREAMS.index(stream), self.held.shape[2]
+        out = like.new_zeros(len(before.pads), like.shape[1], before.columns, like.shape[3])
+        for row, (pads, length, low) in enumerate(zip(*before, strict=True)):
+            first, own = min(self.ring.sink, length), out[row, :, pads:]
+            until = max(low, first, length + 1 - self.ring.recent)
+            if until > first:
+                coded = torch.arange(first, until)
+                own[:, first:until] = self.pages.read(self.held, row * capacity + coded, coded)[which]
+            own[:, :first] = exact[which, row, :, :first]
+            own[:, until:] = exact[which, row][:, self.ring.place(torch.arange(until, length))]
+        return out
+
+    def block_size(self, stream: str) -> int:
+        """Every token is coded by itself."""
+        return 1
+
+    @property
+    def padded(self) -> list[tuple[int, int]]:
+        """Padding of each row, and its tokens after that."""
+        return list(zip(self.sequences.pads, self.sequences.lengths, strict=True))
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether a crop leaves no trace: what is recent is read coded after one."""
+        return self.ring.recent <= 1
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return len(self.sequences.pads)
+
+    def get_seq_length(self) -> int:
+        """Tokens of each row, padding included."""
+        return self.sequences.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what attention sees."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens (a negative number), or all but the first ones (a positive number)."""
+        self.sequences = self.sequences.cropped(kept(self.get_seq_length(), tokens_to_remove), self.ring.recent)
+
+    def select(self, indices: list[int]) -> None:
+        """The rows of these indices, in their order."""
+        self.sequences = self.sequences.chosen(indices)
+        if self.is_initialized:
+            self.held, self.exact = self.held[indices], self.exact[:, indices]
+
+    def coding(self, layer: int) -> list[StreamCoding]:
+        """What is held, by stream; tokens that are kept exact are coded too."""
+        heads, head_dim = self.mean.shape
+        tokens = sum(self.sequences.lengths)
+        exact = sum(min(self.ring.tokens, length) for length in self.sequences.lengths)
+        return [
+            StreamCoding(
+                layer=layer,
+                stream=stream,
+                fires=self.fires,
+                read_back=self.pages.read_back,
+                coded_tokens=tokens,
+                exact_tokens=exact,
+                coded_bytes=self.held.shape[0] * self.held.shape[2] * getattr(self.pages, stream).bytes,
+                exact_bytes=self.exact.nbytes // 2,
+                values=tokens * heads * head_dim,
+            )
+            for stream in STREAMS
+        ]
+
+    def fork(self) -> ServedLayer:
+        """A layer of its own."""
+        twin = copy.copy(self)
+        twin.pages, twin.held, twin.exact = copy.copy(self.pages), self.held.clone(), self.exact.clone()
+        return twin
