@@ -224,19 +224,13 @@ def test_what_is_held_is_little_more_than_what_is_coded(model, fitted):
     assert cache.resident_bytes == cache.nbytes + cache.working_bytes + cache.tables_bytes
 
 
-@pytest.mark.parametrize(
-    ("options", "data"), [({"semantics": "in_forward"}, "in_forward"), ({"window_bytes": None}, "window_bytes")]
-)
-def test_what_is_not_served_is_refused(model, fitted, options, data):
-    with refused(CapabilityError, "capability.served", data):
-        KVCache(model, recipe(), fitted, **options)
-
-
-def test_layers_with_a_window_and_other_positions_are_refused(model, fitted):
+def test_what_is_not_served_is_refused(model, fitted):
+    with refused(CapabilityError, "capability.served", "in_forward"):
+        KVCache(model, recipe(), fitted, "in_forward")
     shape = {"hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
     config = MistralConfig(**shape, num_hidden_layers=LAYERS, vocab_size=320, intermediate_size=32, sliding_window=8)
     with refused(CapabilityError, "capability.served", "window"):
         KVCache(MistralForCausalLM(config).eval(), recipe(), fitted)
-    cache = KVCache(model, recipe(), fitted)
+    cache = KVCache(model, recipe(), fitted, window_bytes=None)
     with refused(CapabilityError, "capability.positions"):
         logits(model, cache, TEXT[:, :4], position_ids=torch.arange(3, 7)[None])

@@ -108,7 +108,7 @@ def main() -> None:
         caches: dict[str, Cache] = {"DynamicCache": DynamicCache()}
         for (name, own), said in product(fitted.items(), given.windows.split(",")):
             window = None if said == "all" else int(float(said) * MIB)
-            if window == 0 or own[0].rotary == "before":  # klt after it is read where it lies
+            if window == 0 or own[0].rotary == "before":  # klt after it holds nothing decoded
                 caches[name if window == 0 else f"{name}, {said} decoded"] = KVCache(model, *own, window_bytes=window)
         prompts = prompts_of(given.model, given.text, batch, given.context)
         print(*rows(batch, measured(model, caches, prompts, given.steps)), sep="\n", flush=True)

@@ -142,7 +142,6 @@ class ServedTables:
         asked = {
             "layers with a sliding window": any(windows),
             f"semantics {semantics!r}": semantics != "serving",
-            "a decoded window (window_bytes)": layer_bytes != 0,
         }
         for what, found in asked.items():
             if found:
