@@ -17,7 +17,7 @@ from cache.test_hf_cache import BATCH, HEAD_DIM, HEADS, IDS, LAYERS, WAYS, gener
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.cache.hf.layer import STREAMS
 from kvlab.cache.hf.rope import find_rotary, turns
-from kvlab.cache.hf.served import Sequences
+from kvlab.cache.hf.served_call import Sequences
 from kvlab.cache.pages.rope import MeanByPosition, Rotation
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.klt import KltStream

@@ -45,7 +45,6 @@ def passes_here(model: nn.Module) -> bool:
 
 
 @torch.compiler.disable
-@apart
 def attended(query: Tensor, key: Unopened, value: Unopened, mask: Tensor | None, scale: float | None) -> Tensor | None:
     """Attention over what is stored, where it is what was asked for: see `Unopened.attend`. It gives no gradients.
 
@@ -53,4 +52,10 @@ def attended(query: Tensor, key: Unopened, value: Unopened, mask: Tensor | None,
     """
     if torch.is_grad_enabled() and query.requires_grad:
         return None
-    return key.attend(query, value, mask, query.shape[-1] ** -0.5 if scale is None else scale)
+    return attend(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+@apart
+def attend(query: Tensor, key: Unopened, value: Unopened, mask: Tensor | None, scale: float) -> Tensor | None:
+    """The same without a look at gradients."""
+    return key.attend(query, value, mask, scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from kvlab.cache.hf.attention_view import Reader, Stored
 from kvlab.cache.hf.coder import LOOSE, StreamCoder
 from kvlab.cache.hf.decoded_window import DecodedColumns, Grant
 from kvlab.cache.hf.sequences import Straight, TokenRow, Turn
+from kvlab.cache.hf.served_call import ServedCall
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.core.errors import CapabilityError
-
-if TYPE_CHECKING:
-    from kvlab.cache.hf.served import ServedCall
 
 STREAMS = ("k", "v")
 
