@@ -12,7 +12,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,13 +101,14 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
-    fitted = {file.stem: from_file(model, file) for file in given.files}
+    fitted = {str(file): from_file(model, file) for file in given.files}
     print(HEAD, "|".join(["", *["---:"] * 9, ""]), sep="\n")
     for batch in map(int, given.batches.split(",")):
         caches: dict[str, Cache] = {"DynamicCache": DynamicCache()}
-        for (name, own), said in product(fitted.items(), given.windows.split(",")):
-            window = None if said == "all" else int(float(said) * MIB)
-            if window == 0 or own[0].rotary == "before":  # klt after it holds nothing decoded
+        for name, own in fitted.items():
+            # klt after its rotary embedding holds nothing decoded
+            for said in given.windows.split(",") if own[0].rotary == "before" else ["0"]:
+                window = None if said == "all" else int(float(said) * MIB)
                 caches[name if window == 0 else f"{name}, {said} decoded"] = KVCache(model, *own, window_bytes=window)
         prompts = prompts_of(given.model, given.text, batch, given.context)
         print(*rows(batch, measured(model, caches, prompts, given.steps)), sep="\n", flush=True)

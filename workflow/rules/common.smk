@@ -129,7 +129,7 @@ refuse_loose(workflow.configfiles)
 MODELS = checked(config)
 RESOLVED = resolved(config)  # params.yaml with every default written out
 refuse_unseen(MODELS)
-# Parameters of each model, of those of this repository too: what they took says what others will take.
+# Parameters of each model: of the run, for the memory of jobs; of this repository, whose recorded seconds tell of others.
 SIZES = {
     name: size
     for name, folder in {

@@ -28,12 +28,12 @@ from kvlab.cache.pages.exact import Ring, kept_exact
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.layer import compiled as compiles
 from kvlab.cache.pages.rope import MeanByPosition, Rotation
+from kvlab.cache.pages.token_bytes import Rows, rows_of
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import by_position
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.codec import KltCodec
-from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.registry import bare
 from kvlab.codecs.shared.components import Components
 from kvlab.core.errors import CalibrationMismatch, CapabilityError
@@ -168,7 +168,7 @@ def tables_of(
     given, identity = (recipe, calibration, shape, on_cpu, compiled and on_cpu and compiles()), None
     if not any(isinstance(stream, PluginStream) for stream in (recipe.k, recipe.v)):
         identity = getattr(calibration, "identity", None)
-    make = ServedTables if by_position(recipe) else Tables
+    make = kind_of(recipe)
     if identity is None:
         return make(*given)
     key = (identity, recipe.recipe_id, shape, *given[3:])
@@ -180,17 +180,22 @@ def tables_of(
     return found
 
 
-def _rows(
-    recipe: Recipe, stream: Literal["k", "v"], calibration: Calibration | None, shape: LayerShape
-) -> list[KltRows]:
+def kind_of(recipe: Recipe) -> type[Tables | ServedTables]:
+    """How a cache of a recipe holds its tokens."""
+    return ServedTables if by_position(recipe) else Tables
+
+
+def _rows(recipe: Recipe, stream: Literal["k", "v"], calibration: Calibration | None, shape: LayerShape) -> list[Rows]:
     """How one stream's tokens lie in the rows of each layer."""
     own = getattr(recipe, stream)
-    fitted = calibration.stream(own, stream, "post_rope", True) if calibration else None
+    where = ("post_rope", True) if stream == "k" else ()
+    fitted = calibration.stream(own, stream, *where) if calibration else None
     refuse_more_layers(fitted, shape.layers)
     codec = bare(own, fitted)
     sites = [Site(0, layer, stream) for layer in range(shape.layers)]
-    found = [KltRows(codec, site, shape.heads, shape.head_dim) for site in sites]
-    codec.let_go()
+    found = [rows_of(codec, site, shape.heads, shape.head_dim) for site in sites]
+    if isinstance(codec, KltCodec):
+        codec.let_go()
     return found
 
 
@@ -244,7 +249,8 @@ def resident_bytes(recipe: Recipe, calibrated: Calibrated, info: ModelInfo) -> i
     """Bytes that a cache's codecs hold for a model; of a codec of whole caches, those of what was fitted."""
     if recipe.k.codec in WHOLE:
         return bytes_of(calibrated.whole_of(recipe).tensors)
-    return Tables(recipe, calibrated, LayerShape(info.n_layers, info.n_kv_heads, info.head_dim), True, False).nbytes
+    shape = LayerShape(info.n_layers, info.n_kv_heads, info.head_dim)
+    return kind_of(recipe)(recipe, calibrated, shape, True, False).nbytes
 
 
 def bytes_of(*roots: object) -> int:

@@ -33,6 +33,7 @@ from kvlab.cache.hf.codec_tables import Calibration, LayerShape, bytes_of, table
 from kvlab.cache.hf.layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
 from kvlab.cache.hf.rope import ForwardSeen, Watch, find_rotary, refuse_lossy, turns, turns_by_layer
 from kvlab.cache.hf.sequences import Straight
+from kvlab.cache.hf.served import ServedLayer
 from kvlab.cache.pages.rope import Rotation
 from kvlab.calibration.needs import by_position
 from kvlab.codecs.shared.apart import apart
@@ -199,7 +200,7 @@ class KVCache(Cache):
     def _began(self, k: Tensor, seen: ForwardSeen) -> list[Call]:
         """Padding and turns of the forward whose first K arrives, by layer."""
         batch, _, tokens, _ = k.shape
-        held, length = self.layers[0].padded, self.get_seq_length()
+        held, length = self.layers[0].padding_and_held, self.get_seq_length()
         if seen.held != length:
             raise CapabilityError(
                 f"the cache held {seen.held} tokens when this forward began and holds {length} now: another thread used"
@@ -208,7 +209,7 @@ class KVCache(Cache):
             )
         held = held or [(0, 0)] * batch
         # asked only while a row has no token yet: on an accelerator the question waits for the device
-        asked = seen.mask is not None and any(tokens == 0 for _, tokens in held)
+        asked = seen.mask is not None and any(own == 0 for _, own in held)
         pads = new_pads(shown(seen.mask), held, tokens) if asked else [0] * batch
         whole = tokens > FEW or not length or not passes_here(self._model)
         if self._rotary is None:
@@ -218,9 +219,11 @@ class KVCache(Cache):
         if length:
             refuse_other_frequencies(before, self._turned_by)
         old = self.positions or [new[0, :0]] * batch
-        self.positions = [torch.cat([old[i], new[i, pads[i] :]]) for i in range(batch)]
+        found = [torch.cat([old[i], new[i, pads[i] :]]) for i in range(batch)]
         if self._served:
-            refuse_other_positions(self.positions)
+            refuse_other_positions(found)
+        self.positions = found
+        if self._served:
             self._turn_up_to(length + tokens, k)
             return [Call(pads, [], whole, self.layers[0].call(pads, tokens))] * len(self.layers)
         made = turns_by_layer(self._rotary, self._aligned(length + tokens), k)
@@ -274,7 +277,7 @@ class KVCache(Cache):
             self.positions = [row[: max(0, length - before + row.numel())].clone() for row in self.positions]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in the order of a beam search; nothing is copied but references."""
+        """Rows in the order of a beam search; layers of blocks copy nothing but references."""
         self._select(chosen(beam_idx, self.layers[0].batch_size))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -372,7 +375,7 @@ class KVCache(Cache):
 
     @apart
     def __deepcopy__(self, memo: dict) -> KVCache:
-        """A cache that goes its own way from here; the blocks, which never change, are shared."""
+        """A cache that goes its own way from here; blocks, which never change, are shared, other bytes copied."""
         if self._calls is not None:
             raise CapabilityError(
                 "a forward with this cache ended before its last layer, or still runs in another thread; a copy would "
@@ -386,7 +389,7 @@ class KVCache(Cache):
         return twin
 
     def __copy__(self) -> KVCache:
-        """As `copy.deepcopy`: what is stored is shared in either."""
+        """As `copy.deepcopy`."""
         return copy.deepcopy(self)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -442,7 +445,7 @@ def refuse_other_shape(k: Tensor, v: Tensor, layer: int, shape: LayerShape) -> N
         )
 
 
-def refuse_other_kind(k: Tensor, held: CodecLayer, on_cpu: bool) -> None:
+def refuse_other_kind(k: Tensor, held: CodecLayer | ServedLayer, on_cpu: bool) -> None:
     """`CapabilityError` unless K is as many rows as a layer holds, of its dtype, and where the cache can code it."""
     if k.is_meta:
         raise CapabilityError(

@@ -33,7 +33,8 @@ class StreamCoding:
     read_back : int
         Decoded tokens handed to attention, over all calls.
     coded_tokens, exact_tokens : int
-        Tokens in blocks, and tokens that are kept as they are or wait for their block to be complete, over all rows.
+        Tokens in blocks, and tokens that are kept as they are or wait for their block to be complete, over all rows. A
+        layer of `served` codes what it keeps, too.
     coded_bytes, exact_bytes : int
         Bytes of their arrays. What beams share counts once, as tokens and as bytes.
     values : int
@@ -217,7 +218,7 @@ class CodecLayer(CacheLayerMixin):
         return self._seen(stream, like, call).whole()
 
     @property
-    def padded(self) -> list[tuple[int, int]]:
+    def padding_and_held(self) -> list[tuple[int, int]]:
         """Padding of each row, and what is stored after it."""
         return [(row.pads, row.held) for row in self.rows["k"]]
 

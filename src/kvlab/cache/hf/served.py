@@ -20,6 +20,7 @@ from kvlab.cache.hf.served_call import Sequences, ServedCall
 from kvlab.cache.pages.exact import Ring, chunks_beside, keep_exact, singles_beside
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rope import MeanByPosition, Rotation
+from kvlab.codecs.shared.apart import apart
 
 GRAIN = 64  # tokens by which the room of a sequence grows, or a sixteenth of what it holds
 
@@ -37,18 +38,21 @@ class ServedView(Unopened):
     call : ServedCall
     own : pair of Tensor
         The call's K and V as they came [n, kv_heads, head_dim].
-    kept : Tensor
+    exact : Tensor
         What was kept exact before the call, where a row has several tokens in it; else what is now.
     like : Tensor
         This one as it came [batch, kv_heads, tokens, head_dim].
+    opened : dict
+        What was decoded for K and V both, shared with the other view.
     """
 
     layer: ServedLayer
     stream: str
     call: ServedCall
     own: tuple[Tensor, Tensor]
-    kept: Tensor
+    exact: Tensor
     like: Tensor
+    opened: dict[str, Tensor]
 
     @property
     def columns(self) -> int:
@@ -67,15 +71,18 @@ class ServedView(Unopened):
         q, step, layer = self.call.flat(query), self.call.step, self.layer
         coded = layer.pages.attend(layer.held, q, step, self.like.shape[1], scale)
         if self.call.several:
-            chunks_beside(coded, q, *self.own, self.kept, step, scale)
-        singles_beside(coded, q, layer.exact, step.exact, scale)
+            chunks_beside(coded, q, *self.own, self.exact, step, scale)
+        singles_beside(coded, q, layer.exact, step.exact, scale, layer.pages.loops)
         return self.call.unflat(coded.mean.to(query.dtype))
 
     @torch.compiler.disable
+    @apart
     def whole(self) -> Tensor:
         """See `Unopened`."""
-        past = self.layer.past(self.stream, self.call.before, self.kept, self.like)
-        return torch.cat([past, self.like], dim=2)
+        if not self.opened:
+            past = self.layer.past(self.layer.pages, self.call.before, self.exact, self.like)
+            self.opened.update(zip(STREAMS, past, strict=True))
+        return torch.cat([self.opened[self.stream], self.like], dim=2)
 
 
 class ServedLayer(CacheLayerMixin):
@@ -117,14 +124,15 @@ class ServedLayer(CacheLayerMixin):
 
     def call(self, pads: list[int], tokens: int) -> ServedCall:
         """A forward of so many columns, of which each row's first ones are padding."""
-        after = self.sequences.after(pads, tokens)
+        before = self.sequences if self.sequences.pads else Sequences.empty(len(pads))
+        after = before.after(pads, tokens)
         most, capacity = max(after.lengths), self.held.shape[2]
         if most > capacity:
             capacity = most + max(GRAIN, most // 16)
-        return ServedCall(self.sequences, after, tokens, capacity, self.ring)
+        return ServedCall(before, after, tokens, capacity, self.ring)
 
     def turn(self, rotation: Rotation) -> None:
-        """Be told of the rotary embedding of all positions up to some."""
+        """Take the rotary embedding of all positions up to some."""
         self.pages.rotation = MeanByPosition(rotation, self.mean)
 
     @torch.no_grad()
@@ -134,17 +142,19 @@ class ServedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         served = call.served
         self._fit(served.capacity)
-        own = served.flat(key_states), served.flat(value_states)
-        kept = self.exact.clone() if served.several else self.exact
-        k, v = (part.transpose(0, 1) for part in own)
-        self.pages.write(k, v, self.held, served.own_slots, served.step.positions)
-        keep_exact(*own, self.exact, served.step.exact)
-        self.fires, self.sequences = self.fires + len(served.rows), served.after
-        if not any(served.before.lengths):
+        self.sequences, exact = served.after, self.exact
+        own = served.flat(key_states), served.flat(value_states.to(key_states.dtype))  # autocast leaves K in float32
+        if served.rows:
+            exact = exact.clone() if served.several else exact
+            k, v = (part.transpose(0, 1) for part in own)
+            self.pages.write(k, v, self.held, served.own_slots, served.step.positions)
+            keep_exact(*own, self.exact, served.step.exact, self.pages.loops)
+            self.fires += len(served.rows)
+        if not served.before.columns:
             return key_states, value_states
-        came = zip(STREAMS, (key_states, value_states), strict=True)
-        seen = [ServedView(self, stream, served, own, kept, like) for stream, like in came]
-        return tuple(part.whole() for part in seen) if call.whole else tuple(seen)
+        both, opened = zip(STREAMS, (key_states, value_states), strict=True), {}
+        seen = [ServedView(self, stream, served, own, exact, like, opened) for stream, like in both]
+        return tuple(part.whole() for part in seen) if call.whole or not served.rows else tuple(seen)
 
     def _fit(self, capacity: int) -> None:
         if capacity > (had := self.held.shape[2]):
@@ -153,32 +163,34 @@ class ServedLayer(CacheLayerMixin):
             self.held = held
 
     def decoded(self, stream: str, like: Tensor, call: Call) -> Tensor:
-        """What is stored as a later call sees it [batch, heads, tokens, head_dim]."""
-        return self.past(stream, self.sequences, self.exact, like)
+        """What is stored as a later call sees it [batch, heads, tokens, head_dim]; counted as no attention's."""
+        return self.past(copy.copy(self.pages), self.sequences, self.exact, like)[STREAMS.index(stream)]
 
-    def past(self, stream: str, before: Sequences, exact: Tensor, like: Tensor) -> Tensor:
-        """What a call reads of tokens before it, [batch, heads, columns, head_dim] in `like`'s dtype; padding is zero.
+    def past(self, pages: LayerPages, before: Sequences, exact: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V that a call reads of tokens before it, [batch, heads, columns, head_dim] in `like`'s dtype.
 
-        `exact` is what was kept when it began.
+        `exact` is what was kept when it began. Padding is zero.
         """
-        which, capacity = STREAMS.index(stream), self.held.shape[2]
-        out = like.new_zeros(len(before.pads), like.shape[1], before.columns, like.shape[3])
-        for row, (pads, length, low) in enumerate(zip(*before, strict=True)):
-            first, own = min(self.ring.sink, length), out[row, :, pads:]
-            until = max(low, first, length + 1 - self.ring.recent)
-            if until > first:
-                coded = torch.arange(first, until)
-                own[:, first:until] = self.pages.read(self.held, row * capacity + coded, coded)[which]
-            own[:, :first] = exact[which, row, :, :first]
-            own[:, until:] = exact[which, row][:, self.ring.place(torch.arange(until, length))]
-        return out
+        capacity = self.held.shape[2]
+        k, v = (like.new_zeros(len(before.pads), like.shape[1], before.columns, like.shape[3]) for _ in STREAMS)
+        ends = zip(before.pads, before.lengths, before.coded(self.ring), strict=True)
+        for row, (pads, length, (first, until)) in enumerate(ends):
+            positions = torch.arange(first, until)
+            coded = pages.read(self.held, row * capacity + positions, positions) if until > first else None
+            places = self.ring.place(torch.arange(until, length))
+            for which, own in enumerate((k[row, :, pads:], v[row, :, pads:])):
+                own[:, :first] = exact[which, row, :, :first]
+                own[:, until:] = exact[which, row][:, places]
+                if coded is not None:
+                    own[:, first:until] = coded[which]
+        return k, v
 
     def block_size(self, stream: str) -> int:
         """Every token is coded by itself."""
         return 1
 
     @property
-    def padded(self) -> list[tuple[int, int]]:
+    def padding_and_held(self) -> list[tuple[int, int]]:
         """Padding of each row, and its tokens after that."""
         return list(zip(self.sequences.pads, self.sequences.lengths, strict=True))
 
@@ -218,7 +230,8 @@ class ServedLayer(CacheLayerMixin):
         """What is held, by stream; tokens that are kept exact are coded too."""
         heads, head_dim = self.mean.shape
         tokens = sum(self.sequences.lengths)
-        exact = sum(min(self.ring.tokens, length) for length in self.sequences.lengths)
+        ends = zip(self.sequences.lengths, self.sequences.coded(self.ring), strict=True)
+        exact = sum(first + length - until for length, (first, until) in ends)
         return [
             StreamCoding(
                 layer=layer,

@@ -30,18 +30,30 @@ class Sequences(NamedTuple):
     lengths: tuple[int, ...] = ()
     low: tuple[int, ...] = ()
 
+    @classmethod
+    def empty(cls, batch: int) -> Sequences:
+        """Of a batch of which nothing has come yet."""
+        return cls(*[(0,) * batch] * 3)
+
     @property
     def columns(self) -> int:
         """Tokens of each row, padding included."""
         return self.pads[0] + self.lengths[0] if self.pads else 0
 
+    def coded(self, ring: Ring) -> list[tuple[int, int]]:
+        """Of each row the positions from and below which a later call reads it coded; before and after them, exact."""
+        found = []
+        for length, low in zip(self.lengths, self.low, strict=True):
+            first = min(ring.sink, length)
+            found.append((first, max(first, low, length + 1 - ring.recent)))
+        return found
+
     def after(self, pads: Sequence[int], tokens: int) -> Sequences:
         """With a call of so many columns, of which each row's first ones are padding."""
-        start = self if self.pads else Sequences(*[(0,) * len(pads)] * 3)
         return Sequences(
-            tuple(old + new for old, new in zip(start.pads, pads, strict=True)),
-            tuple(old + tokens - new for old, new in zip(start.lengths, pads, strict=True)),
-            start.low,
+            tuple(old + new for old, new in zip(self.pads, pads, strict=True)),
+            tuple(old + tokens - new for old, new in zip(self.lengths, pads, strict=True)),
+            self.low,
         )
 
     def cropped(self, columns: int, recent: int) -> Sequences:
@@ -97,15 +109,15 @@ class ServedCall:
     @cached_property
     def step(self) -> ServerStep:
         """Which of its queries read what."""
-        rows, counts = torch.tensor(self.rows), [self.counts[row] for row in self.rows]
+        counts = [self.counts[row] for row in self.rows]
         lengths = [self.after.lengths[row] for row in self.rows]
         slots = torch.cat([row * self.capacity + torch.arange(self.after.lengths[row]) for row in self.rows])
         first = torch.tensor([min(self.ring.sink, length) for length in lengths])
-        begin = torch.tensor(lengths) - torch.tensor(counts)
-        low = torch.tensor(self.after.low)[rows].maximum(first).maximum(begin + 1 - self.ring.recent)
-        until = low.repeat_interleave(torch.tensor(counts))
+        before = self.before.coded(self.ring)
+        until = torch.tensor([before[row][1] for row in self.rows]).maximum(first)
+        until = until.repeat_interleave(torch.tensor(counts))
         step = ServerStep((0, *accumulate(counts)), tuple(lengths), slots, tuple(first.tolist()), until)
-        return self.ring.beside(step, rows, first, until)
+        return self.ring.beside(step, torch.tensor(self.rows), first, until)
 
     @cached_property
     def own_slots(self) -> Tensor:
@@ -118,7 +130,7 @@ class ServedCall:
         return torch.arange(self.tokens) >= self.tokens - torch.tensor(self.counts)[:, None]
 
     @property
-    def padded(self) -> bool:
+    def has_padding(self) -> bool:
         """Whether any is."""
         return sum(self.counts) < self.batch * self.tokens
 
@@ -130,11 +142,11 @@ class ServedCall:
     def flat(self, x: Tensor) -> Tensor:
         """Its tokens [n, heads, head_dim] of [batch, heads, tokens, head_dim]."""
         x = x.transpose(1, 2)
-        return x[self.real] if self.padded else x.reshape(-1, *x.shape[2:])
+        return x[self.real] if self.has_padding else x.reshape(-1, *x.shape[2:])
 
     def unflat(self, x: Tensor) -> Tensor:
         """The way back, to [batch, tokens, heads, head_dim], zero where it is padding."""
-        if not self.padded:
+        if not self.has_padding:
             return x.view(self.batch, self.tokens, *x.shape[1:])
         out = x.new_zeros(self.batch, self.tokens, *x.shape[1:])
         out[self.real] = x

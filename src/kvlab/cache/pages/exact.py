@@ -227,7 +227,14 @@ class ExactStore:
 
 
 def attend_beside(
-    coded: Attended, query: Tensor, key: Tensor, value: Tensor, store: Tensor, step: ServerStep, scale: float
+    coded: Attended,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    store: Tensor,
+    step: ServerStep,
+    scale: float,
+    loops: bool = True,
 ) -> Tensor:
     """Attention over coded tokens and over those that queries read exact, which are stored for later steps.
 
@@ -247,6 +254,8 @@ def attend_beside(
         With its `exact`.
     scale : float
         Of the scores.
+    loops : bool
+        Whether compiled loops may be used, where they are to be had.
 
     Returns
     -------
@@ -254,8 +263,8 @@ def attend_beside(
         float32 [tokens, heads, head_dim].
     """
     chunks_beside(coded, query, key, value, store, step, scale)
-    keep_exact(key, value, store, step.exact)
-    singles_beside(coded, query, store, step.exact, scale)
+    keep_exact(key, value, store, step.exact, loops)
+    singles_beside(coded, query, store, step.exact, scale, loops)
     return coded.mean
 
 
@@ -273,9 +282,9 @@ def chunks_beside(
             coded.mean[start:stop] = joined(Attended(*(part[start:stop] for part in coded)), found)
 
 
-def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep) -> None:
+def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep, loops: bool) -> None:
     """Put those of a step's tokens that later ones read exact in their places."""
-    if by_loops(store):
+    if loops and by_loops(store):
         from kvlab.codecs.shared import softmax_numba
 
         k, v, values = (softmax_numba.as_numbers(x) for x in (key, value, store))
@@ -285,9 +294,9 @@ def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep) -> N
     store[:, exact.stored_rows, :, exact.places] = own[:, exact.sources].transpose(0, 1)
 
 
-def singles_beside(coded: Attended, query: Tensor, store: Tensor, exact: ExactStep, scale: float) -> None:
+def singles_beside(coded: Attended, query: Tensor, store: Tensor, exact: ExactStep, scale: float, loops: bool) -> None:
     """Add what queries read exact that are the only one of their sequence; after the step's tokens are kept."""
-    if by_loops(store):
+    if loops and by_loops(store):
         from kvlab.codecs.shared import softmax_numba
 
         q, values = (softmax_numba.as_numbers(x) for x in (query, store))

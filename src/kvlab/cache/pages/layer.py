@@ -48,7 +48,7 @@ class LayerPages:
         exact: ExactStore | None = None,
         loops: bool = True,
     ):
-        self.layer, self.rotation, self.exact = layer, rotation, exact
+        self.layer, self.rotation, self.exact, self.loops = layer, rotation, exact, loops
         self.quick = (quick(k), quick(v)) if loops else (None, None)
         self.k, self.v = (writer(rows, own) for rows, own in zip((k, v), self.quick, strict=True))
         self.attention, self.put = compiled_loops(*self.quick, rotation.by_position)
@@ -106,10 +106,10 @@ class LayerPages:
         def read(slots: Tensor, positions: Tensor) -> Keys:
             return self.read(pages, slots, positions)
 
-        def quick(looked: Looked, q: Tensor) -> Attended:
+        def few(looked: Looked, q: Tensor) -> Attended:
             return self.attend_few(pages, looked, q, query.dtype)
 
-        return attend(query, read, step, kv_heads, scale, quick if self.attention else None)
+        return attend(query, read, step, kv_heads, scale, few if self.attention else None)
 
     def attend_few(self, pages: Tensor, looked: Looked, q: Tensor, dtype: torch.dtype) -> Attended:
         """Attention of few queries, scaled float32 [n, heads, head_dim], by the compiled loop; K is made in `dtype`."""
