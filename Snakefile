@@ -68,7 +68,9 @@ onstart:
     onerun.begin()
     unedited.remember(config)
     ledgered.begin(workflow)
-    progress.tell(workflow.dag, workflow.resource_settings.cores or workflow.resource_settings.nodes or 1)
+    progress.tell(
+        workflow.dag, workflow.resource_settings.cores or workflow.resource_settings.nodes or 1, SIZES
+    )
     print("Jobs write to results/logs; to watch them: tail -F results/logs/*/*/*.log", file=sys.stderr)
 
 

@@ -11,6 +11,7 @@ from own_process import passed
 from tiers import COMPILED, NEITHER, NIGHTLY
 
 HERE = Path(__file__).parent
+CASES = [HERE / name for name in ("columns_cases.py", "test_block_attention.py", "test_served.py")]
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed, and torch reads all blocks")
@@ -19,4 +20,4 @@ HERE = Path(__file__).parent
     [pytest.param(NEITHER, marks=pytest.mark.full), pytest.param(NIGHTLY, marks=pytest.mark.nightly)],
 )
 def test_compiled_loops_read_and_write_as_torch_does(marks):
-    passed(HERE / "columns_cases.py", HERE / "test_block_attention.py", marks=marks, **{COMPILED: "1"})
+    passed(*CASES, marks=marks, **{COMPILED: "1"})

@@ -10,6 +10,8 @@ from kvlab.core.errors import UnknownName
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
 from kvlab.engines.registry import start
+from kvlab.measure.coding import CleanCapture
+from kvlab.measure.scoring import WindowRun
 from refusals import refused
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -114,6 +116,19 @@ def test_k_after_the_rotary_embedding_is_k_before_it_rotated(engine):
             continue
         torch.testing.assert_close(x.double().cpu(), turned(want), atol=2e-5, rtol=1e-5)
         assert (x.cpu() - want)[:, 1:].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", sorted(tiny.CLASSES))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_window_knows_its_k_after_the_rotary_embedding_without_a_second_pass(tmp_path, kind, dtype, monkeypatch):
+    folder = tiny.write_model(tmp_path / kind, kind)
+    engine = start("hf", resolve(Model(path=str(folder), revision=None, n_layers=3)), dtype, max_tokens=96)
+    run, passed = WindowRun(engine, IDS, FIRST, 0), CleanCapture(FIRST)
+    engine.score(IDS, FIRST, passed, "post_rope")
+    monkeypatch.setattr(engine, "score", None)
+    known = run.clean_at("post_rope").kept
+    assert known.keys() == passed.kept.keys()
+    assert all(torch.equal(known[place], x) for place, x in passed.kept.items())
 
 
 @on(ENGINES)

@@ -57,11 +57,30 @@ def test_a_job_that_runs_longer_than_it_should_slows_the_others_and_is_not_done_
 
 
 def test_a_model_that_was_not_recorded_is_expected_to_be_like_the_others(progress):
-    recorded = {"measure/a/hf-float32": 100.0, "measure/b/hf-float32": 300.0, "measure/a/vllm-float32": 7.0}
-    assert progress.expected("measure/a/hf-float32", recorded) == 100.0
-    assert progress.expected("measure/c/hf-float32", recorded) == 200.0
-    assert progress.expected("measure/c/float32", recorded) is None
-    assert progress.expected("corpus/c/windows", recorded) is None
+    recorded = {"measure/a/hf-float32": 100.0, "measure/b/hf-float32": 300.0, "corpus/a/windows": 7.0}
+    assert progress.expected("measure/a/hf-float32", recorded, {}) == 100.0
+    assert progress.expected("measure/c/hf-float32", recorded, {}) == 200.0
+    assert progress.expected("measure/c/float32", recorded, {}) is None
+    assert progress.expected("gap/c/windows", recorded, {}) is None
+
+
+def test_where_a_model_runs_a_larger_one_takes_longer_by_its_parameters(progress):
+    recorded = {"measure/a/hf-float32": 100.0, "corpus/a/windows": 7.0}
+    parameters = {"a": 10, "c": 30}
+    assert progress.expected("measure/c/hf-float32", recorded, parameters) == 300.0
+    assert progress.expected("corpus/c/windows", recorded, parameters) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [("smollm2-135m", 134_515_008), ("qwen2.5-coder-0.5b", 630_167_424), ("gemma-3-270m", 268_098_176)],
+)
+def test_parameters_are_those_that_are_published(progress, model, published):
+    """The 0.5 B of Qwen has its output apart here, as its file has it: 494,032,768 and 151,936 times 896 more."""
+    sizes = importlib.import_module("sizes")
+    assert sizes.parameters(SCRIPTS.parents[1] / "models" / model) == pytest.approx(published, rel=1e-3)
+    assert sizes.parameters(SCRIPTS) is None
+    assert sizes.memory_mb(published, 2) - sizes.memory_mb(published, 1) == pytest.approx(published * 4e-6, abs=1)
 
 
 # The default run as README's table tells of it: seconds that a kind took there beside those that are recorded.
@@ -157,7 +176,7 @@ def test_a_run_sees_what_began_and_what_ended(progress, tmp_path, monkeypatch):
         finished=finished.__contains__,
         dependencies={first: {}, second: {first: set()}, strange: {}, target: {second: set()}},
     )
-    run = progress.Run(dag, cores=1)
+    run = progress.Run(dag, 1, {})
     run.start -= 10
     without = "without 1 of which no time is recorded"
     assert run.line(run.start) == f"How long is left cannot be told yet, {without}: 0 of 3 jobs are done"

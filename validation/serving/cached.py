@@ -1,6 +1,6 @@
-"""Speed and memory of the transformers cache beside `DynamicCache`, by the bytes that its decoded window may take.
+"""Speed and memory of the transformers cache beside `DynamicCache`, by its calibration and by what it holds decoded.
 
-    python -m validation.serving.cached MODEL FILE.kv TEXT [--dtype bfloat16] [--batches 1,8] [--windows 0,16,all]
+    python -m validation.serving.cached MODEL TEXT FILE.kv... [--dtype bfloat16] [--batches 1,8] [--windows 0,16,all]
 
 All caches hold the same prompts; then each in turn takes one step, so that whatever else the machine does falls on all
 of them alike. The median of the steps' ratios is what counts. Times are of the processor, in one thread.
@@ -25,15 +25,13 @@ from kvlab.core.errors import ParamsError
 
 MIB = 2**20
 WARM = 2  # steps that are not counted
-HEAD = (
-    "| batch | window stated, MiB | ms a step | of plain speed | coded | window | tables | all, of plain | prefill, s |"
-)
+HEAD = "| batch | cache | ms a step | of plain speed | stored, MiB | beside | tables | all, of plain | prefill, s |"
 
 
 class Line(NamedTuple):
-    """One cache: its window, times of its steps and of the prefill, and its bytes; tables are those of all together."""
+    """One cache: its name, times of its steps and of the prefill, and its bytes; tables are those of all together."""
 
-    window: str
+    name: str
     steps: list[float]
     prefill: float
     coded: int
@@ -73,7 +71,7 @@ def rows(batch: int, lines: list[Line]) -> Iterator[str]:
         ratio = statistics.median(a / b for a, b in zip(plain.steps, line.steps, strict=True))
         together = (line.coded + line.decoded + line.tables) / plain.coded
         cells = (
-            *(str(batch), line.window, f"{1e3 * statistics.median(line.steps):.0f}", f"{ratio:.2f}"),
+            *(str(batch), line.name, f"{1e3 * statistics.median(line.steps):.0f}", f"{ratio:.2f}"),
             *(f"{part / MIB:.1f}" for part in (line.coded, line.decoded, line.tables)),
             *(f"{together:.3f}", f"{line.prefill:.1f}"),
         )
@@ -93,23 +91,25 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("file", type=Path)
     parser.add_argument("text", type=Path)
+    parser.add_argument("files", type=Path, nargs="+", help="what `kvlab calibrate` wrote")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--windows", default="0,16,all", help="MiB, or all")
+    parser.add_argument("--windows", default="0", help="MiB held decoded, or all")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12)
     given = parser.parse_args()
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
-    recipe, calibration = from_file(model, given.file)
+    fitted = {str(file): from_file(model, file) for file in given.files}
     print(HEAD, "|".join(["", *["---:"] * 9, ""]), sep="\n")
     for batch in map(int, given.batches.split(",")):
         caches: dict[str, Cache] = {"DynamicCache": DynamicCache()}
-        for name in given.windows.split(","):
-            window = None if name == "all" else int(float(name) * MIB)
-            caches[name] = KVCache(model, recipe, calibration, window_bytes=window)
+        for name, own in fitted.items():
+            # klt after its rotary embedding holds nothing decoded
+            for said in given.windows.split(",") if own[0].rotary == "before" else ["0"]:
+                window = None if said == "all" else int(float(said) * MIB)
+                caches[name if window == 0 else f"{name}, {said} decoded"] = KVCache(model, *own, window_bytes=window)
         prompts = prompts_of(given.model, given.text, batch, given.context)
         print(*rows(batch, measured(model, caches, prompts, given.steps)), sep="\n", flush=True)
 

@@ -17,7 +17,7 @@ rule capture_engine:
     priority: 10  # all that measures waits for it
     threads: PARAMS.jobs.threads + 1  # what passes is folded up beside the engine
     resources:
-        mem_mb=6000,
+        mem_mb=lambda wildcards: memory(*{"hf", wildcards.engine})(wildcards),  # gradients are transformers' alone
         runtime=60,
         device=accelerators(),
         gpu=gpus(),

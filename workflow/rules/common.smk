@@ -18,9 +18,11 @@ import failures
 import ledgered
 import onerun
 import progress
+import sizes
 import unedited
 from closure import Code
 from declared import Cfg, Declared
+from snakemake.resources import Resource
 from kvlab.core import code, parent_watch
 from kvlab.calibration.needs import needed_files
 from kvlab.codecs.catalogue import codec_modules, foreign_codecs
@@ -127,6 +129,15 @@ refuse_loose(workflow.configfiles)
 MODELS = checked(config)
 RESOLVED = resolved(config)  # params.yaml with every default written out
 refuse_unseen(MODELS)
+# Parameters of each model: of the run, for the memory of jobs; of this repository, whose recorded seconds tell of others.
+SIZES = {
+    name: size
+    for name, folder in {
+        **{path.name: path for path in Path("models").glob("*")},
+        **{slug: params.model.path for slug, params in MODELS.items()},
+    }.items()
+    if (size := sizes.parameters(folder))
+}
 LEAD, *OTHERS = MODELS  # the first model's findings are FINDINGS.md; the others have pages of their own
 PARAMS = MODELS[LEAD]  # for what all models share
 JUDGED = judged(config)  # those for which the gate's rows are measured
@@ -336,6 +347,16 @@ GPU_NODES = os.environ.setdefault("KVLAB_GPUS", str(accelerators()))
 if GPU_NODES not in {"0", "1"}:
     print(f"error: KVLAB_GPUS is {GPU_NODES!r}; allowed: 0, 1", file=sys.stderr)
     raise SystemExit(2)
+
+
+# On one machine jobs that run at a time share its memory; a cluster gives each its own.
+if workflow.resource_settings.nodes is None and "mem_mb" not in workflow.global_resources:
+    workflow.register_resource("mem_mb", Resource("mem_mb", sizes.memory_of_this_machine()))
+
+
+def memory(*engines):
+    """Resource function: MB of a job in which these engines hold the model in float32, each once."""
+    return lambda wildcards: sizes.memory_mb(SIZES.get(wildcards.model), len(engines))
 
 
 def gpus(*engines):

@@ -20,7 +20,7 @@ for unit, contents in UNITS.items():
         priority: LAST_FIRST.index(unit) + 2 if unit in LAST_FIRST else 0
         threads: PARAMS.jobs.threads
         resources:
-            mem_mb=8000,
+            mem_mb=memory(*engines_of(contents)),
             runtime=480,
             device=max(accelerators(), int("vllm" in engines_of(contents))),
             gpu=gpus(*engines_of(contents)),

@@ -67,7 +67,7 @@ rule choice_layers:
     priority: 10  # what measures the mitigations waits for it
     threads: PARAMS.jobs.threads
     resources:
-        mem_mb=8000,
+        mem_mb=memory(ORIGIN),
         runtime=240,
         device=accelerators(),
         gpu=gpus(ORIGIN),
@@ -177,7 +177,7 @@ rule ladder_jobs:
     priority: LAST_FIRST.index(plan.LADDER) + 2
     threads: PARAMS.jobs.threads
     resources:
-        mem_mb=8000,
+        mem_mb=memory(PARAMS.ladder.engine),
         runtime=480,
         device=accelerators(),
         gpu=gpus(PARAMS.ladder.engine),
@@ -262,7 +262,7 @@ rule ladder_further:
     priority: 1
     threads: PARAMS.jobs.threads
     resources:
-        mem_mb=8000,
+        mem_mb=memory(PARAMS.ladder.engine),
         runtime=240,
         device=accelerators(),
         gpu=gpus(PARAMS.ladder.engine),

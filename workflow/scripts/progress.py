@@ -21,6 +21,7 @@ RECORDED = Path(__file__).resolve().parents[1] / "seconds.tsv"
 BENCHMARKS = Path("results/benchmarks")
 TICK, EVERY = 5.0, 60.0  # seconds between two looks, and between two lines
 ENOUGH = 0.05  # the share of all recorded seconds that must have ended, or be overdue, before this run's pace is known
+RUNS_MODEL = ("capture", "ladder", "measure")  # stages whose seconds are the model's own
 OVERDUE = 0.1  # of what it has taken so far is what a job is given that should have ended
 
 
@@ -82,15 +83,27 @@ def lasts(job, now, factor):
     return max((job.expected or 0.0) * factor - gone, OVERDUE * gone)
 
 
-def expected(name, recorded):
+def expected(name, recorded, parameters):
     """Seconds of a job as recorded: its own, else the mean of its kind on other models, else None.
 
-    Names read ``stage/model/kind``.
+    Names read ``stage/model/kind``. Where a model runs, what another took is multiplied by how many times more
+    `parameters` it has; they are by model, where they are known.
     """
     if name in recorded:
         return recorded[name]
-    alike = [seconds for other, seconds in recorded.items() if kind_of(other) == kind_of(name)]
+    alike = [
+        seconds * times_larger(name, other, parameters)
+        for other, seconds in recorded.items()
+        if kind_of(other) == kind_of(name)
+    ]
     return sum(alike) / len(alike) if alike else None
+
+
+def times_larger(name, other, parameters):
+    """How many times more parameters a job's model has than that of another one; 1 where no model runs."""
+    stage, model, *_ = name.split("/")
+    own, others = parameters.get(model), parameters.get(other.split("/")[1])
+    return own / others if stage in RUNS_MODEL and own and others else 1.0
 
 
 def kind_of(name):
@@ -115,11 +128,11 @@ def name_of(benchmark):
 class Run:
     """The jobs of this run and when they began and ended, as far as a look now and then tells."""
 
-    def __init__(self, dag, cores):
+    def __init__(self, dag, cores, parameters):
         recorded = read()
         self.dag, self.cores, self.start = dag, cores, time.time()
         working = [job for job in dag.needrun_jobs(exclude_finished=False) if job.benchmark]
-        self.jobs = {job: Job(expected(name_of(job.benchmark), recorded)) for job in working}
+        self.jobs = {job: Job(expected(name_of(job.benchmark), recorded, parameters)) for job in working}
         for job, known in self.jobs.items():
             known.needs = [self.jobs[other] for other in dag.dependencies[job] if other in self.jobs]
 
@@ -152,9 +165,9 @@ def words(seconds):
     return f"About {minutes} min left" if minutes else "Less than a minute left"
 
 
-def tell(dag, cores):
-    """Begin to say how long is left, until this process ends."""
-    run = Run(dag, cores)
+def tell(dag, cores, parameters):
+    """Begin to say how long is left, until this process ends; `parameters` are how many each model has."""
+    run = Run(dag, cores, parameters)
     if not run.jobs:
         return
 

@@ -148,7 +148,7 @@ class Calibrated:
             raise CalibrationMismatch(
                 f"codec {recipe.codec!r} reads components of K, which are fitted pre_rope only; with placement"
                 " post_rope use a codec without them, such as block, or int without center; rotary: after of klt is"
-                " read by vLLM's coded pages alone (KVLAB_PAGES), so give rotary: before",
+                " read by kvlab.Cache and vLLM's coded pages (KVLAB_PAGES) alone, so give rotary: before",
                 code="calibration.pre-rope-only",
             )
         return StreamCalibration(

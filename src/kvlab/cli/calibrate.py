@@ -52,8 +52,8 @@ def calibrate_verb(
       kvlab calibrate --model models/reference --codec klt --bits 4 --out klt4.kv
 
     --sink 4 --recent 128 keep these tokens exact: what is lost while text is written is mostly lost on the newest.
-    --rotary after makes steps of vLLM with coded pages (KVLAB_PAGES) shorter and loses more; nothing else reads it. It
-    codes without escapes.
+    --rotary after makes steps shorter and loses more; `kvlab.Cache` and vLLM with coded pages (KVLAB_PAGES) read it,
+    and nothing else. It codes without escapes.
     --decoder writes another file beside it, of what a machine needs that only decodes: a few times smaller.
     """
     args = SimpleNamespace(**locals())  # what was asked for, for the functions below

@@ -154,6 +154,17 @@ class Engine(ABC):
             For a placement that there is not.
         """
 
+    def turned(self, layer: int, k: torch.Tensor) -> torch.Tensor | None:
+        """K of a layer after the rotary embedding of its positions, to the bit; None where the engine does not tell.
+
+        Parameters
+        ----------
+        layer : int
+        k : torch.Tensor, shape (kv_heads, tokens, head_dim)
+            Of the first tokens of a window, before the rotary embedding.
+        """
+        return None
+
     def score_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope") -> torch.Tensor:
         """Logits of a window's tokens after its context, whose K and V are given instead of computed.
 

@@ -118,7 +118,7 @@ class WindowRun:
         if cell.protocol == "snapshot":
             snapshot = self.snapshot(cell, coder)
             if heard is not None:
-                heard.exchanged(self._clean(cell.placement).kept, snapshot, coder.places)
+                heard.exchanged(self.clean_at(cell.placement).kept, snapshot, coder.places)
             return self._over(snapshot, cell)
         tokens = self.context if cell.span == "context" else len(self.ids)
         tap = InForward(coder, self.number, tokens, self.clean.get(cell.placement))
@@ -143,7 +143,7 @@ class WindowRun:
 
     def snapshot(self, cell: Cell, coder: Coder) -> ContextCache:
         """The context's clean cache, coded by a cell."""
-        return coder.held(self._clean(cell.placement), self.ids[: self.context], self.number)
+        return coder.held(self.clean_at(cell.placement), self.ids[: self.context], self.number)
 
     def measured(self, cell: Cell, coder: Coder, name: str | None = None) -> pl.DataFrame:
         """Token rows of a cell on this window, under its id if no other name is given."""
@@ -181,11 +181,17 @@ class WindowRun:
         """Logits over the context's clean cache, and what went into each layer."""
         return self.engine.score_over_heard(self.ids, self.clean["pre_rope"].kept)
 
-    def _clean(self, placement: str) -> CleanCapture:
-        """The clean K and V as a tap at `placement` sees them; another placement costs another pass."""
+    def clean_at(self, placement: str) -> CleanCapture:
+        """The clean K and V as a tap at `placement` sees them; by another pass where the engine does not tell K."""
         if placement not in self.clean:
-            self.clean[placement] = CleanCapture(self.context)
-            self.engine.score(self.ids, self.context, self.clean[placement], placement)
+            self.clean[placement] = found = CleanCapture(self.context)
+            found.kept = {
+                (layer, part): self.engine.turned(layer, x) if part == "k" else x
+                for (layer, part), x in self.clean["pre_rope"].kept.items()
+            }
+            if any(x is None for x in found.kept.values()):
+                found.kept = {}
+                self.engine.score(self.ids, self.context, found, placement)
         return self.clean[placement]
 
     def comparable(self, reference: torch.Tensor, first: int = 0) -> ReferenceLogits:

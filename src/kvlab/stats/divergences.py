@@ -14,7 +14,7 @@ FAR = 300.0  # nats; e to this power, times any probability that float64 holds, 
 
 @torch.no_grad()
 def token_record(
-    ref_logits: torch.Tensor, alt_logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = 32
+    ref_logits: torch.Tensor, alt_logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = 8
 ) -> dict[str, torch.Tensor]:
     r"""Compare two predictions of the same labels, token by token, over the full vocabulary.
 
@@ -77,7 +77,7 @@ class ReferenceLogits:
     """
 
     @torch.no_grad()
-    def __init__(self, logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = 32):
+    def __init__(self, logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = 8):
         _check_labels(logits, labels)
         _check_finite(logits, "reference")
         self.logits, self.labels = logits, labels.to(logits.device, torch.int64)

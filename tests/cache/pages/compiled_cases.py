@@ -231,7 +231,7 @@ def test_served_rows_are_torch_s_and_read_as_torch_reads_them(heads, bits, token
     assert not found[untouched].any()
     looked = Looked.at(slots, [tokens], [200], [0, 1], torch.tensor([200 + tokens]))
     q = torch.randn(1, 2 * heads, dim) / dim
-    mean, log_sum = pages.attend(held, looked, q, torch.float32)
+    mean, log_sum = pages.attend_few(held, looked, q, torch.float32)
     keys = pages.read(held, slots, places)
     own, values = (part.repeat_interleave(2, 0).double() for part in (keys.k, keys.v))
     scores = torch.einsum("hd,hnd->hn", q[0].double(), own)
@@ -282,7 +282,7 @@ def test_compiled_attention_of_few_queries_is_torch_s(heads, threads, size, rota
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        mean, log_sum = pages.attend(held, looked, q, torch.float32)
+        mean, log_sum = pages.attend_few(held, looked, q, torch.float32)
     finally:
         torch.set_num_threads(before)
     keys = pages.read(held, slots, places)

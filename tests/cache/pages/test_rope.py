@@ -59,7 +59,11 @@ def test_what_was_turned_is_turned_back(dtype, scale):
 )
 def test_what_stands_between_attention_and_what_is_coded(recipe, kind):
     k = SimpleNamespace(plan=SimpleNamespace(decoding=SimpleNamespace(mean=torch.ones(2, DIM))))
-    assert type(turn_of(attention(Rotary()), recipe, DIM, k)) is kind
+    known = {}
+    rotary = attention(Rotary())
+    found = [turn_of(rotary, recipe, DIM, k, known) for _ in range(2)]
+    assert [type(one) for one in found] == [kind, kind]
+    assert len(known) == (kind is not Unturned)
 
 
 @pytest.mark.parametrize(

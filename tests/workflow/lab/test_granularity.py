@@ -90,5 +90,5 @@ def test_comments_and_times_rerun_nothing(lab):
 def test_a_rule_reruns_its_stage(lab):
     lab.change("workflow/rules/planted.smk", "mem_mb=4000", "mem_mb=4001")
     assert changed(lab) == {"planted"}
-    lab.change("workflow/rules/measure.smk", "mem_mb=8000", "mem_mb=8001")
+    lab.change("workflow/rules/measure.smk", "runtime=480", "runtime=481")
     assert changed(lab) == {"planted", "studies", "gate"}

@@ -9,7 +9,7 @@ from typing import Literal
 from kvlab.cache.files.calibration import load_calibration
 from kvlab.cache.files.recipe import CalibratedRecipeFile, CalibrationFiles, RecipeFile
 from kvlab.calibration.load import Calibrated, FittedFiles, load
-from kvlab.calibration.needs import needed_files
+from kvlab.calibration.needs import by_position, needed_files
 from kvlab.codecs.base import Codec
 from kvlab.codecs.recipes import named_recipe
 from kvlab.codecs.registry import bare, build
@@ -129,14 +129,16 @@ class FromFile:
         own = file.identity if isinstance(file, CalibratedRecipeFile) else self._read().calibration_hash
         self.identity = (own, info.model_hash)
 
-    def stream(self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope"):
+    def stream(
+        self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope", turned: bool = False
+    ):
         """See `Calibrated.stream`."""
         found = self._read().calibration
-        return found.stream(recipe, which, placement) if found else None
+        return found.stream(recipe, which, placement, turned) if found else None
 
     def _read(self) -> Prepared:
         if self._ready is None:
-            self._ready = prepared(self.file, self.info)
+            self._ready = prepared(self.file, self.info, by_position=by_position(self.file.recipe))
         return self._ready
 
 

@@ -61,9 +61,89 @@ class BlockReader:
                     out[index] += weights[index, :, :, max(column, first) : after] @ v
 
 
+class Unopened:
+    """K or V of one layer in one call, as attention may see it, which is a tensor to whoever takes it for one.
+
+    Subclasses give `whole`, `attend` and, as attributes, `like`: any tensor of the batch's heads, dtype and device.
+    """
+
+    like: Tensor
+
+    def whole(self) -> Tensor:
+        """All columns decoded [batch, heads, columns, head_dim]."""
+        raise NotImplementedError
+
+    def attend(self, query: Tensor, value: Unopened, mask: Tensor | None, scale: float) -> Tensor | None:
+        """Attention over K, which this is, and V; None where that is not what is asked for.
+
+        Parameters
+        ----------
+        query : Tensor
+            [batch, heads, tokens, head_dim]; neighbouring heads share one of K and V.
+        value : Unopened
+            Of the same call.
+        mask : Tensor or None
+            What is seen where bool, or what is added to scores, [batch or 1, heads or 1, tokens, columns].
+        scale : float
+            Of the scores.
+
+        Returns
+        -------
+        Tensor or None
+            [batch, tokens, heads, head_dim] in the query's dtype.
+        """
+        raise NotImplementedError
+
+    @property
+    def columns(self) -> int:
+        """All columns."""
+        raise NotImplementedError
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        """As `whole` has it."""
+        return torch.Size((self.batch, self.like.shape[1], self.columns, self.like.shape[3]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is decoded."""
+        return self.like.device
+
+    def __getattr__(self, name: str):
+        """Of the tensor itself."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    def __getitem__(self, index):
+        """Of the tensor itself."""
+        return self.whole()[index]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """Torch's functions are given the tensor itself."""
+
+        def opened(value):
+            if isinstance(value, list | tuple):
+                return type(value)(map(opened, value))
+            return value.whole() if isinstance(value, Unopened) else value
+
+        return function(*map(opened, args), **{name: opened(value) for name, value in (kwargs or {}).items()})
+
+
 @dataclass(frozen=True, eq=False)
-class Stored:
-    """K or V of one layer in one call.
+class Stored(Unopened):
+    """What `CodecLayer` stores.
 
     Parameters
     ----------
@@ -102,6 +182,11 @@ class Stored:
         return self.length + (0 if self.own is None else self.own.shape[2])
 
     @property
+    def batch(self) -> int:
+        """Rows."""
+        return len(self.rows)
+
+    @property
     def known(self) -> int:
         """Columns of the window."""
         return 0 if self.window is None else self.window.shape[2]
@@ -114,6 +199,23 @@ class Stored:
         parts = zip(self.rows, self.turns, known, strict=True)
         stored = torch.stack([self.coder.view(row, turn, self.like, own) for row, turn, own in parts])
         return stored if self.own is None else torch.cat([stored, self.own], dim=2)
+
+    def attend(self, query: Tensor, value: Stored, mask: Tensor | None, scale: float) -> Tensor | None:
+        """See `Unopened`."""
+        batch, heads, tokens, head_dim = query.shape
+        shown = mask is None and tokens == 1  # without a mask one token sees everything
+        if not shown and not (isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] == self.columns):
+            return None
+        q = query.float() * scale
+        scores = self.scores(q.reshape(batch, self.shape[1], -1, head_dim))
+        if mask is not None:
+            own = scores.view(batch, heads, tokens, -1)
+            own.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else own.add_(mask)
+        weights = scores.softmax(-1)
+        if mask is not None:
+            weights.nan_to_num_()  # a token of padding sees nothing
+        out = value.mixed(weights).to(query.dtype)
+        return out.view(batch, heads, tokens, head_dim).transpose(1, 2).contiguous()
 
     def scores(self, q: Tensor) -> Tensor:
         """Scores of queries float32 [batch, heads, queries, head_dim] at every column, float32."""
@@ -161,41 +263,3 @@ class Stored:
         step = max(16, SCRATCH // len(self.rows))
         for first in range(0, self.known, step):
             yield first, self.window[:, :, first : first + step].float()
-
-    # ------------------------------------------------------------------- to whoever takes it for a tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """As `whole` has it."""
-        return torch.Size((len(self.rows), self.like.shape[1], self.columns, self.like.shape[3]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's."""
-        return self.like.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is decoded."""
-        return self.like.device
-
-    def __getattr__(self, name: str):
-        """Of the tensor itself."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.whole(), name)
-
-    def __getitem__(self, index):
-        """Of the tensor itself."""
-        return self.whole()[index]
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        """Torch's functions are given the tensor itself."""
-
-        def opened(value):
-            if isinstance(value, list | tuple):
-                return type(value)(map(opened, value))
-            return value.whole() if isinstance(value, cls) else value
-
-        return function(*map(opened, args), **{name: opened(value) for name, value in (kwargs or {}).items()})

@@ -22,20 +22,26 @@ from torch import Tensor, nn
 from kvlab.cache.files.decoder_form import read_of
 from kvlab.cache.hf.attention_view import BlockReader, Reader
 from kvlab.cache.hf.coder import StreamCoder
-from kvlab.cache.hf.layer import STREAMS
+from kvlab.cache.hf.layer import STREAMS, CodecLayer
+from kvlab.cache.hf.served import ServedLayer
+from kvlab.cache.pages.exact import Ring, kept_exact
+from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.layer import compiled as compiles
+from kvlab.cache.pages.rope import MeanByPosition, Rotation
+from kvlab.cache.pages.token_bytes import Rows, rows_of
 from kvlab.calibration.load import Calibrated
+from kvlab.calibration.needs import by_position
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.codec import KltCodec
 from kvlab.codecs.registry import bare
 from kvlab.codecs.shared.components import Components
-from kvlab.core.errors import CalibrationMismatch
+from kvlab.core.errors import CalibrationMismatch, CapabilityError
 from kvlab.core.memory import give_back
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import WHOLE, Placement, PluginStream, Recipe, StreamRecipe
 
-_HELD: WeakValueDictionary[tuple, Tables] = WeakValueDictionary()
+_HELD: WeakValueDictionary[tuple, Tables | ServedTables] = WeakValueDictionary()
 _MAKING = threading.RLock()
 
 
@@ -43,9 +49,17 @@ class Calibration(Protocol):
     """What was fitted for the model, by stream."""
 
     def stream(
-        self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope", /
+        self,
+        recipe: StreamRecipe,
+        which: Literal["k", "v"],
+        placement: Placement = "pre_rope",
+        by_position: bool = False,
+        /,
     ) -> StreamCalibration | None:
-        """What the codec of this recipe needs; `placement` is given for K after its rotary embedding only."""
+        """What the codec of this recipe needs; `placement` is given for K after its rotary embedding only.
+
+        `by_position` as of `Calibrated.stream`, given for `klt` after it only.
+        """
 
 
 @dataclass(frozen=True)
@@ -82,9 +96,61 @@ class Tables:
         self._coders = [dict(zip(STREAMS, pair, strict=True)) for pair in zip(*made.values(), strict=True)]
         self.readers = [{stream: reader_of(one, quick) for stream, one in pair.items()} for pair in self._coders]
 
-    def coders(self, layer: int) -> dict[Literal["k", "v"], StreamCoder]:
-        """A layer's coders for one cache, which count for themselves what they do."""
-        return {stream: copy.copy(coder) for stream, coder in self._coders[layer].items()}
+    def layers(
+        self, windows: list[int | None], turned: frozenset[str], semantics: str, layer_bytes: int | None
+    ) -> list[CodecLayer]:
+        """Layers of one cache, which count for themselves what they do; see there."""
+        own = [{stream: copy.copy(coder) for stream, coder in pair.items()} for pair in self._coders]
+        parts = zip(own, self.readers, windows, strict=True)
+        return [CodecLayer(coders, turned, semantics, readers, layer_bytes, w) for coders, readers, w in parts]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return bytes_of(self)
+
+
+class ServedTables:
+    """The same of `klt` after its rotary embedding: pages of all layers, which hold nothing."""
+
+    def __init__(self, recipe: Recipe, calibration: Calibration, shape: LayerShape, on_cpu: bool, quick: bool):
+        if not on_cpu:
+            raise CapabilityError(
+                "klt with rotary: after is held on a CPU alone, and the model is elsewhere; give rotary: before",
+                code="capability.device",
+            )
+        ends = kept_exact(recipe, f"recipe {recipe.recipe_id}")
+        self.ring = Ring(ends[0], max(1, ends[1]))  # a token reads itself as it is
+        rows = {stream: _rows(recipe, stream, calibration, shape) for stream in STREAMS}
+        self.means = [k.plan.decoding.mean for k in rows["k"]]
+        nothing = Rotation(torch.empty(0, shape.head_dim))
+        self._pages = [
+            LayerPages(layer, k, v, MeanByPosition(nothing, mean), loops=quick)
+            for layer, (k, v, mean) in enumerate(zip(rows["k"], rows["v"], self.means, strict=True))
+        ]
+
+    def layers(
+        self, windows: list[int | None], turned: frozenset[str], semantics: str, layer_bytes: int | None
+    ) -> list[ServedLayer]:
+        """Layers of one cache.
+
+        Raises
+        ------
+        CapabilityError
+            A layer has a window, or something else than what is served was asked for.
+        """
+        asked = {
+            "layers with a sliding window": any(windows),
+            f"semantics {semantics!r}": semantics != "serving",
+        }
+        for what, found in asked.items():
+            if found:
+                raise CapabilityError(
+                    f"klt with rotary: after is not held with {what}; leave it out, or give rotary: before",
+                    code="capability.served",
+                )
+        own = zip(self._pages, self.means, strict=True)
+        return [ServedLayer(copy.copy(pages), mean, self.ring) for pages, mean in own]
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +160,7 @@ class Tables:
 
 def tables_of(
     recipe: Recipe, calibration: Calibration | None, shape: LayerShape, on_cpu: bool, compiled: bool = True
-) -> Tables:
+) -> Tables | ServedTables:
     """The tables of a recipe and a calibration: those that other caches have, where both are known to be the same.
 
     Shared is what has an `identity`; a codec of another package never is, since it may count or keep what it will.
@@ -102,14 +168,34 @@ def tables_of(
     given, identity = (recipe, calibration, shape, on_cpu, compiled and on_cpu and compiles()), None
     if not any(isinstance(stream, PluginStream) for stream in (recipe.k, recipe.v)):
         identity = getattr(calibration, "identity", None)
+    make = kind_of(recipe)
     if identity is None:
-        return Tables(*given)
+        return make(*given)
     key = (identity, recipe.recipe_id, shape, *given[3:])
     with _MAKING:
         found = _HELD.get(key)
         if found is None:
-            found = _HELD[key] = Tables(*given)
+            found = _HELD[key] = make(*given)
             give_back()
+    return found
+
+
+def kind_of(recipe: Recipe) -> type[Tables | ServedTables]:
+    """How a cache of a recipe holds its tokens."""
+    return ServedTables if by_position(recipe) else Tables
+
+
+def _rows(recipe: Recipe, stream: Literal["k", "v"], calibration: Calibration | None, shape: LayerShape) -> list[Rows]:
+    """How one stream's tokens lie in the rows of each layer."""
+    own = getattr(recipe, stream)
+    where = ("post_rope", True) if stream == "k" else ()
+    fitted = calibration.stream(own, stream, *where) if calibration else None
+    refuse_more_layers(fitted, shape.layers)
+    codec = bare(own, fitted)
+    sites = [Site(0, layer, stream) for layer in range(shape.layers)]
+    found = [rows_of(codec, site, shape.heads, shape.head_dim) for site in sites]
+    if isinstance(codec, KltCodec):
+        codec.let_go()
     return found
 
 
@@ -163,7 +249,8 @@ def resident_bytes(recipe: Recipe, calibrated: Calibrated, info: ModelInfo) -> i
     """Bytes that a cache's codecs hold for a model; of a codec of whole caches, those of what was fitted."""
     if recipe.k.codec in WHOLE:
         return bytes_of(calibrated.whole_of(recipe).tensors)
-    return Tables(recipe, calibrated, LayerShape(info.n_layers, info.n_kv_heads, info.head_dim), True, False).nbytes
+    shape = LayerShape(info.n_layers, info.n_kv_heads, info.head_dim)
+    return kind_of(recipe)(recipe, calibrated, shape, True, False).nbytes
 
 
 def bytes_of(*roots: object) -> int:

@@ -29,10 +29,13 @@ from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvlab.cache.hf.attention import FEW, passes_here, register_attention
-from kvlab.cache.hf.codec_tables import Calibration, LayerShape, tables_of
+from kvlab.cache.hf.codec_tables import Calibration, LayerShape, bytes_of, tables_of
 from kvlab.cache.hf.layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
 from kvlab.cache.hf.rope import ForwardSeen, Watch, find_rotary, refuse_lossy, turns, turns_by_layer
-from kvlab.cache.hf.sequences import Straight, TokenRow
+from kvlab.cache.hf.sequences import Straight
+from kvlab.cache.hf.served import ServedLayer
+from kvlab.cache.pages.rope import Rotation
+from kvlab.calibration.needs import by_position
 from kvlab.codecs.shared.apart import apart
 from kvlab.core.codec_settings import IdentityStream
 from kvlab.core.decoder import FULL, SLIDING
@@ -96,12 +99,11 @@ class KVCache(Cache):
         self.recipe, self.semantics, self.placement, self.window_bytes = recipe, semantics, placement, window_bytes
         self._model, self._on_cpu = model, model.device.type == "cpu"
         turned = placement == "pre_rope" and not isinstance(recipe.k, IdentityStream)
-        self._rotary = find_rotary(model, self.shape.head_dim) if turned else None
-        self._tables = tables = tables_of(recipe, calibration, self.shape, self._on_cpu, compiled)
-        where = frozenset("k" if turned else "")
+        self._served = by_position(recipe)
+        self._rotary = find_rotary(model, self.shape.head_dim) if turned or self._served else None
+        self._tables = tables_of(recipe, calibration, self.shape, self._on_cpu, compiled)
         each = None if window_bytes is None else window_bytes // self.shape.layers
-        layers = ((tables.coders(layer), own, windows[layer]) for layer, own in enumerate(tables.readers))
-        super().__init__(layers=[CodecLayer(pair, where, semantics, own, each, window) for pair, own, window in layers])
+        super().__init__(layers=self._tables.layers(windows, frozenset("k" if turned else ""), semantics, each))
         register_attention()
         self._forget()
         self._watch = Watch(model, self._rotary and self._rotary.module, self)
@@ -113,6 +115,7 @@ class KVCache(Cache):
         self._busy = threading.Lock()  # from a forward's first layer to its last
         self._turned_by: list[Tensor] = []  # the rotary module's frequencies when the last tokens came
         self._proven = self._rotary is None
+        self._rotations: list[Rotation] = []  # by kind of layer, of positions from 0 on
 
     @torch.compiler.disable
     @apart
@@ -197,17 +200,17 @@ class KVCache(Cache):
     def _began(self, k: Tensor, seen: ForwardSeen) -> list[Call]:
         """Padding and turns of the forward whose first K arrives, by layer."""
         batch, _, tokens, _ = k.shape
-        rows, length = self.layers[0].rows["k"], self.get_seq_length()
+        held, length = self.layers[0].padding_and_held, self.get_seq_length()
         if seen.held != length:
             raise CapabilityError(
                 f"the cache held {seen.held} tokens when this forward began and holds {length} now: another thread used"
                 " it in between; give each thread a cache of its own",
                 code="capability.threads",
             )
-        rows = rows or [TokenRow()] * batch
+        held = held or [(0, 0)] * batch
         # asked only while a row has no token yet: on an accelerator the question waits for the device
-        asked = seen.mask is not None and any(row.held == 0 for row in rows)
-        pads = new_pads(shown(seen.mask), rows, tokens) if asked else [0] * batch
+        asked = seen.mask is not None and any(own == 0 for _, own in held)
+        pads = new_pads(shown(seen.mask), held, tokens) if asked else [0] * batch
         whole = tokens > FEW or not length or not passes_here(self._model)
         if self._rotary is None:
             return [Call(pads, [Straight()] * batch, whole)] * len(self.layers)
@@ -216,12 +219,29 @@ class KVCache(Cache):
         if length:
             refuse_other_frequencies(before, self._turned_by)
         old = self.positions or [new[0, :0]] * batch
-        self.positions = [torch.cat([old[i], new[i, pads[i] :]]) for i in range(batch)]
+        found = [torch.cat([old[i], new[i, pads[i] :]]) for i in range(batch)]
+        if self._served:
+            refuse_other_positions(found)
+        self.positions = found
+        if self._served:
+            self._turn_up_to(length + tokens, k)
+            return [Call(pads, [], whole, self.layers[0].call(pads, tokens))] * len(self.layers)
         made = turns_by_layer(self._rotary, self._aligned(length + tokens), k)
         if not self._proven:
             refuse_lossy(made[0][0], k[0])
             self._proven = True
         return [Call(pads, own, whole) for own in made]
+
+    def _turn_up_to(self, length: int, like: Tensor) -> None:
+        """Tell layers of `served` how positions below `length` are turned, and some more."""
+        if self._rotations and length <= len(self._rotations[0]):
+            return
+        all_of_them = torch.arange(length + max(256, length // 4), device=like.device)[None]
+        made = {layer: turns(self._rotary, layer, all_of_them, like)[0] for layer in self._rotary.distinct()}
+        of_kind = {self._rotary.kinds[layer]: Rotation(turn.table) for layer, turn in made.items()}
+        self._rotations = list(of_kind.values())
+        for layer, kind in zip(self.layers, self._rotary.kinds, strict=True):
+            layer.turn(of_kind[kind])
 
     def _aligned(self, length: int) -> Tensor:
         """Positions of all tokens [rows, length], padding at zero."""
@@ -257,7 +277,7 @@ class KVCache(Cache):
             self.positions = [row[: max(0, length - before + row.numel())].clone() for row in self.positions]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in the order of a beam search; nothing is copied but references."""
+        """Rows in the order of a beam search; layers of blocks copy nothing but references."""
         self._select(chosen(beam_idx, self.layers[0].batch_size))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -303,8 +323,8 @@ class KVCache(Cache):
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the window, what is held decoded beside `nbytes`."""
-        return sum(window.nbytes for layer in self.layers for window in layer.windows.values())
+        """Bytes of what is held decoded beside `nbytes`, and of what tells layers of `served` of positions."""
+        return sum(layer.working_bytes for layer in self.layers) + bytes_of(self._rotations)
 
     @property
     def tables_bytes(self) -> int:
@@ -339,7 +359,7 @@ class KVCache(Cache):
                 continue
             place = f"layer {entry.layer} {entry.stream}"
             if entry.fires == 0:
-                size = self.layers[entry.layer].coders[entry.stream].size
+                size = self.layers[entry.layer].block_size(entry.stream)
                 raise CodecNotActive(
                     f"{place}: nothing was coded ({entry.exact_tokens} tokens are held exactly, a block has {size}); "
                     "run the model with this cache, or use a smaller block_size",
@@ -355,7 +375,7 @@ class KVCache(Cache):
 
     @apart
     def __deepcopy__(self, memo: dict) -> KVCache:
-        """A cache that goes its own way from here; the blocks, which never change, are shared."""
+        """A cache that goes its own way from here; blocks, which never change, are shared, other bytes copied."""
         if self._calls is not None:
             raise CapabilityError(
                 "a forward with this cache ended before its last layer, or still runs in another thread; a copy would "
@@ -369,7 +389,7 @@ class KVCache(Cache):
         return twin
 
     def __copy__(self) -> KVCache:
-        """As `copy.deepcopy`: what is stored is shared in either."""
+        """As `copy.deepcopy`."""
         return copy.deepcopy(self)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -425,7 +445,7 @@ def refuse_other_shape(k: Tensor, v: Tensor, layer: int, shape: LayerShape) -> N
         )
 
 
-def refuse_other_kind(k: Tensor, held: CodecLayer, on_cpu: bool) -> None:
+def refuse_other_kind(k: Tensor, held: CodecLayer | ServedLayer, on_cpu: bool) -> None:
     """`CapabilityError` unless K is as many rows as a layer holds, of its dtype, and where the cache can code it."""
     if k.is_meta:
         raise CapabilityError(
@@ -467,6 +487,17 @@ def positions(found: Tensor | None, batch: int, tokens: int) -> Tensor:
     return found.to(torch.int32).expand(batch, tokens)
 
 
+def refuse_other_positions(found: Sequence[Tensor]) -> None:
+    """`CapabilityError` unless positions of each row count from 0 on."""
+    for row in found:
+        if not torch.equal(row, torch.arange(len(row), dtype=row.dtype, device=row.device)):
+            raise CapabilityError(
+                "klt with rotary: after is held for positions that count from 0 on in every row, and this forward has"
+                " others; give position_ids that do, as generate() does of padded rows, or take rotary: before",
+                code="capability.positions",
+            )
+
+
 def refuse_other_frequencies(before: Sequence[Tensor], now: Sequence[Tensor]) -> None:
     """`CapabilityError` when a rotary module's buffers are not those that turned the tokens in the cache."""
     # what is the same tensor need not be compared, for which an accelerator would be waited for
@@ -490,7 +521,11 @@ def shown(mask: object) -> Tensor:
     )
 
 
-def new_pads(mask: Tensor, rows: Sequence[TokenRow], tokens: int) -> list[int]:
-    """Padding on the left that each row's next `tokens` tokens begin with, from the mask [batch, all tokens]."""
+def new_pads(mask: Tensor, held: Sequence[tuple[int, int]], tokens: int) -> list[int]:
+    """Padding on the left that each row's next `tokens` tokens begin with, from the mask [batch, all tokens].
+
+    `held` are the padding and the tokens that it has.
+    """
     lead = (mask.long().cumsum(dim=1) == 0).sum(dim=1).tolist()
-    return [0 if row.held else max(0, min(tokens, before - row.pads)) for row, before in zip(rows, lead, strict=True)]
+    rows = zip(held, lead, strict=True)
+    return [0 if has else max(0, min(tokens, before - pads)) for (pads, has), before in rows]

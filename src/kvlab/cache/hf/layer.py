@@ -14,6 +14,7 @@ from kvlab.cache.hf.attention_view import Reader, Stored
 from kvlab.cache.hf.coder import LOOSE, StreamCoder
 from kvlab.cache.hf.decoded_window import DecodedColumns, Grant
 from kvlab.cache.hf.sequences import Straight, TokenRow, Turn
+from kvlab.cache.hf.served_call import ServedCall
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.core.errors import CapabilityError
 
@@ -32,7 +33,8 @@ class StreamCoding:
     read_back : int
         Decoded tokens handed to attention, over all calls.
     coded_tokens, exact_tokens : int
-        Tokens in blocks, and tokens that are kept as they are or wait for their block to be complete, over all rows.
+        Tokens in blocks, and tokens that are kept as they are or wait for their block to be complete, over all rows. A
+        layer of `served` codes what it keeps, too.
     coded_bytes, exact_bytes : int
         Bytes of their arrays. What beams share counts once, as tokens and as bytes.
     values : int
@@ -72,11 +74,14 @@ class Call:
         Of each row.
     whole : bool
         Whether attention has to be given tensors, rather than what is stored.
+    served : ServedCall or None
+        What layers of `served` need to know, and no others.
     """
 
     pads: list[int]
     turns: list[Turn]
     whole: bool = True
+    served: ServedCall | None = None
 
 
 class CodecLayer(CacheLayerMixin):
@@ -213,10 +218,24 @@ class CodecLayer(CacheLayerMixin):
         return self._seen(stream, like, call).whole()
 
     @property
+    def padding_and_held(self) -> list[tuple[int, int]]:
+        """Padding of each row, and what is stored after it."""
+        return [(row.pads, row.held) for row in self.rows["k"]]
+
+    @property
     def is_croppable(self) -> bool:
         """Whether a crop leaves no trace: codes that can be cut where a token ends, and no last tokens kept exactly."""
         cuts = all(coder.joiner is not None and not coder.kept.recent for coder in self.coders.values())
         return cuts and self.window is None
+
+    def block_size(self, stream: str) -> int | None:
+        """Tokens of a block; None where a block has as many as come."""
+        return self.coders[stream].size
+
+    @property
+    def working_bytes(self) -> int:
+        """Of what is held decoded."""
+        return sum(window.nbytes for window in self.windows.values())
 
     @property
     def batch_size(self) -> int:

@@ -72,6 +72,12 @@ class RopeTurn:
         span = slice(first, first + x.shape[1])
         return apply_rope(x, self.cos[span], self.sin[span])
 
+    @property
+    def table(self) -> Tensor:
+        """The cosines and after them the sines of a half [tokens, head_dim], as `pages.rope` takes them."""
+        half = self.cos.shape[1] // 2
+        return torch.cat([self.cos[:, :half], self.sin[:, :half]], dim=1)
+
     @cached_property
     def columns(self) -> tuple[NDArray, NDArray]:
         """The cosines and the sines of a half, a column for each token, float32 [head_dim / 2, tokens] on the CPU."""

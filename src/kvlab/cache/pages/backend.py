@@ -15,10 +15,9 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from kvlab.cache.pages.attention import Attended, Keys, ServerStep, attend
+from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.exact import attend_beside
 from kvlab.cache.pages.layer import LayerPages
-from kvlab.codecs.klt.reading import Looked
 from kvlab.core.errors import CapabilityError, CodecNotActive
 
 SHARED = "_kvlab_step"  # where a step's tokens lie, noted on vLLM's own description of it: every layer asks
@@ -173,15 +172,8 @@ class PagesImpl(AttentionImpl):
         if attn_metadata is None:  # vLLM's warm-up, which holds no one's tokens
             return output.zero_()
         pages, step = self._pages(), attn_metadata
-
-        def read(slots: Tensor, positions: Tensor) -> Keys:
-            return pages.read(kv_cache, slots, positions)
-
-        def quick(looked: Looked, q: Tensor) -> Attended:
-            return pages.attend(kv_cache, looked, q, query.dtype)
-
         query, own = query[: step.tokens], output[: step.tokens]
-        coded = attend(query, read, step, self.num_kv_heads, self.scale, quick if pages.attention else None)
+        coded = pages.attend(kv_cache, query, step, self.num_kv_heads, self.scale)
         if step.exact is None:
             own.copy_(coded.mean)
             return output

@@ -70,6 +70,54 @@ class RequestPlace(NamedTuple):
         return 0 if self.taken else min(sink, length)
 
 
+class Ring(NamedTuple):
+    """Where a sequence's exact tokens lie: its first ones, and after them its last ones in a ring.
+
+    Parameters
+    ----------
+    sink, recent : int
+        How many of each, the token itself included.
+    """
+
+    sink: int
+    recent: int
+
+    @property
+    def tokens(self) -> int:
+        """Places of a sequence."""
+        return self.sink + self.recent
+
+    def place(self, position: Tensor) -> Tensor:
+        """Where recent tokens at these positions lie."""
+        return self.sink + position % max(1, self.recent)
+
+    def beside(self, step: ServerStep, rows: Tensor, first: Tensor, until: Tensor) -> ServerStep:
+        """A step with what its queries read exact, each its sequence's tokens up to itself that it does not read coded.
+
+        Parameters
+        ----------
+        rows : Tensor
+            Where each sequence's tokens are kept, int64 [sequences].
+        first : Tensor
+            The position at which its coded tokens begin, int64 [sequences].
+        until : Tensor
+            The position at which those of each query end, int64 [tokens].
+        """
+        length, counts, position = torch.tensor(step.lengths), torch.tensor(step.starts).diff(), step.positions
+        of = torch.arange(len(rows)).repeat_interleave(counts)
+        sinks, recents = position < first[of], position >= length[of] - self.recent
+        sources = torch.cat([sinks.nonzero()[:, 0], recents.nonzero()[:, 0]])
+        places = torch.cat([position[sinks], self.place(position[recents])])
+
+        single = torch.tensor(step.starts[:-1])[counts == 1]
+        last, at = position[single][:, None], torch.arange(self.tokens)
+        newest = last - (last + self.sink - at) % max(1, self.recent)  # of the tokens that this place of the ring had
+        as_sink = (at < first[of[single]][:, None]) & (at <= last)
+        seen = torch.where(at < self.sink, as_sink, newest >= until[single][:, None])
+        exact = ExactStep(rows, sources, rows[of[sources]], places, single, rows[of[single]], seen, self.place)
+        return replace(step, first=tuple(first.tolist()), until=until, exact=exact)
+
+
 class ExactStore:
     """Exact K and V of all running requests, all layers, by request.
 
@@ -90,9 +138,9 @@ class ExactStore:
     def __init__(
         self, sink: int, recent: int, requests: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ):
-        self.sink, self.recent, self.requests = sink, recent, requests
-        shape = (layers, 2, requests, kv_heads, self.tokens, head_dim)
-        self.bytes_per_request = layers * 2 * self.tokens * kv_heads * head_dim * dtype.itemsize
+        self.ring, self.requests = Ring(sink, recent), requests
+        shape = (layers, 2, requests, kv_heads, self.ring.tokens, head_dim)
+        self.bytes_per_request = layers * 2 * self.ring.tokens * kv_heads * head_dim * dtype.itemsize
         # numpy's zeros are given by the system when they are first written to, torch's at once
         memory = np.zeros(self.nbytes, dtype=np.uint8)
         self.values = torch.from_numpy(memory).view(dtype).view(shape)
@@ -101,9 +149,14 @@ class ExactStore:
         self.running: Callable[[], Sequence[str]] = list  # names of a step's requests, as vLLM's runner orders them
 
     @property
-    def tokens(self) -> int:
-        """Places of a request."""
-        return self.sink + self.recent
+    def sink(self) -> int:
+        """First tokens of a request."""
+        return self.ring.sink
+
+    @property
+    def recent(self) -> int:
+        """Last ones."""
+        return self.ring.recent
 
     @property
     def nbytes(self) -> int:
@@ -166,33 +219,22 @@ class ExactStore:
                 code="not-active.exact-tokens",
             )
         own = [self._places[name] for name in names]
-        firsts = [place.first(self.sink, length) for place, length in zip(own, step.lengths, strict=True)]
-        first, length = torch.tensor(firsts), torch.tensor(step.lengths)
-        rows = torch.tensor([place.row for place in own])
+        first = torch.tensor([place.first(self.sink, length) for place, length in zip(own, step.lengths, strict=True)])
         low = torch.tensor([place.taken for place in own]).maximum(first)
-        counts = torch.tensor(step.starts).diff()
-        of, position = torch.arange(len(names)).repeat_interleave(counts), step.positions
-        until = torch.maximum(low[of], position + 1 - self.recent)
-
-        sinks, recents = position < first[of], position >= length[of] - self.recent
-        sources = torch.cat([sinks.nonzero()[:, 0], recents.nonzero()[:, 0]])
-        places = torch.cat([position[sinks], self.place(position[recents])])
-
-        single = torch.tensor(step.starts[:-1])[counts == 1]
-        last, at = position[single][:, None], torch.arange(self.tokens)
-        newest = last - (last + self.sink - at) % max(1, self.recent)  # of the tokens that this place of the ring had
-        as_sink = (at < first[of[single]][:, None]) & (at <= last)
-        seen = torch.where(at < self.sink, as_sink, newest >= until[single][:, None])
-        exact = ExactStep(rows, sources, rows[of[sources]], places, single, rows[of[single]], seen, self.place)
-        return replace(step, first=tuple(firsts), until=until, exact=exact)
-
-    def place(self, position: Tensor) -> Tensor:
-        """Where a request's recent tokens at these positions lie among its places: a ring after its sinks."""
-        return self.sink + position % max(1, self.recent)
+        of = torch.arange(len(names)).repeat_interleave(torch.tensor(step.starts).diff())
+        until = torch.maximum(low[of], step.positions + 1 - self.recent)
+        return self.ring.beside(step, torch.tensor([place.row for place in own]), first, until)
 
 
 def attend_beside(
-    coded: Attended, query: Tensor, key: Tensor, value: Tensor, store: Tensor, step: ServerStep, scale: float
+    coded: Attended,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    store: Tensor,
+    step: ServerStep,
+    scale: float,
+    loops: bool = True,
 ) -> Tensor:
     """Attention over coded tokens and over those that queries read exact, which are stored for later steps.
 
@@ -212,35 +254,65 @@ def attend_beside(
         With its `exact`.
     scale : float
         Of the scores.
+    loops : bool
+        Whether compiled loops may be used, where they are to be had.
 
     Returns
     -------
     Tensor
         float32 [tokens, heads, head_dim].
     """
-    exact = step.exact
+    chunks_beside(coded, query, key, value, store, step, scale)
+    keep_exact(key, value, store, step.exact, loops)
+    singles_beside(coded, query, store, step.exact, scale, loops)
+    return coded.mean
+
+
+def chunks_beside(
+    coded: Attended, query: Tensor, key: Tensor, value: Tensor, store: Tensor, step: ServerStep, scale: float
+) -> None:
+    """Add what queries read exact that are not the only ones of their sequence.
+
+    Before the step's tokens are kept, which take the places of what the first of these queries see.
+    """
     for row, (start, stop) in enumerate(zip(step.starts, step.starts[1:], strict=False)):
-        if stop - start > 1:  # before the step's tokens are stored: they take the places of what its first ones see
+        if stop - start > 1:
             own = torch.stack([key[start:stop], value[start:stop]])
-            found = _chunk(query[start:stop], own, store[:, exact.rows[row]], step, row, scale)
+            found = _chunk(query[start:stop], own, store[:, step.exact.rows[row]], step, row, scale)
             coded.mean[start:stop] = joined(Attended(*(part[start:stop] for part in coded)), found)
-    if compiled() and store.dtype in (torch.bfloat16, torch.float32):
+
+
+def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep, loops: bool) -> None:
+    """Put those of a step's tokens that later ones read exact in their places."""
+    if loops and by_loops(store):
         from kvlab.codecs.shared import softmax_numba
 
-        q, k, v, values = (softmax_numba.as_numbers(x) for x in (query, key, value, store))
+        k, v, values = (softmax_numba.as_numbers(x) for x in (key, value, store))
         softmax_numba.store(k, v, *(at.numpy() for at in (exact.sources, exact.stored_rows, exact.places)), values)
-        single = (at.numpy() for at in (exact.single, exact.single_rows, exact.single_seen))
-        softmax_numba.add_exact(*single, q, values, scale, *(part.numpy() for part in coded))
-        return coded.mean
+        return
     own = torch.stack([key, value])
     store[:, exact.stored_rows, :, exact.places] = own[:, exact.sources].transpose(0, 1)
-    if len(exact.single):
+
+
+def singles_beside(coded: Attended, query: Tensor, store: Tensor, exact: ExactStep, scale: float, loops: bool) -> None:
+    """Add what queries read exact that are the only one of their sequence; after the step's tokens are kept."""
+    if loops and by_loops(store):
+        from kvlab.codecs.shared import softmax_numba
+
+        q, values = (softmax_numba.as_numbers(x) for x in (query, store))
+        single = (at.numpy() for at in (exact.single, exact.single_rows, exact.single_seen))
+        softmax_numba.add_exact(*single, q, values, scale, *(part.numpy() for part in coded))
+    elif len(exact.single):
         q = query[exact.single].view(len(exact.single), store.shape[2], -1, query.shape[-1])
         k, v = store[:, exact.single_rows]
         mean, log_sum = softmax_over(q, k, v, exact.single_seen[:, None, None], scale)
         found, single = Attended(mean.flatten(1, 2), log_sum.flatten(1)), exact.single
         coded.mean[single] = joined(Attended(*(part[single] for part in coded)), found)
-    return coded.mean
+
+
+def by_loops(store: Tensor) -> bool:
+    """Whether compiled loops keep and read exact tokens: there is what compiles them, and they know the dtype."""
+    return compiled() and store.dtype in (torch.bfloat16, torch.float32)
 
 
 def _chunk(query: Tensor, own: Tensor, stored: Tensor, step: ServerStep, row: int, scale: float) -> Attended:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended, Keys, compiled
+from kvlab.cache.pages.attention import Attended, Keys, ServerStep, attend, compiled
 from kvlab.cache.pages.exact import ExactStore
 from kvlab.cache.pages.rope import MeanByPosition, Rotation, Unturned
 from kvlab.cache.pages.token_bytes import Rows
@@ -35,6 +35,8 @@ class LayerPages:
         What stands between K as attention sees it and as it is coded.
     exact : ExactStore or None
         Of all layers, where the recipe keeps recent tokens or sinks exact.
+    loops : bool
+        Whether compiled loops may read and write, where they are to be had.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class LayerPages:
         v: Rows,
         rotation: Rotation | MeanByPosition | Unturned,
         exact: ExactStore | None = None,
+        loops: bool = True,
     ):
-        self.layer, self.rotation, self.exact = layer, rotation, exact
-        self.quick = quick(k), quick(v)
+        self.layer, self.rotation, self.exact, self.loops = layer, rotation, exact, loops
+        self.quick = (quick(k), quick(v)) if loops else (None, None)
         self.k, self.v = (writer(rows, own) for rows, own in zip((k, v), self.quick, strict=True))
         self.attention, self.put = compiled_loops(*self.quick, rotation.by_position)
         self.forget()
@@ -94,7 +97,21 @@ class LayerPages:
         v = quick_v.tokens(quick_v.read(rows, slots, after)) if quick_v else self.v.decode(rows[slots, after:])
         return Keys(self.rotation.redo(k, positions), v)
 
-    def attend(self, pages: Tensor, looked: Looked, q: Tensor, dtype: torch.dtype) -> Attended:
+    def attend(self, pages: Tensor, query: Tensor, step: ServerStep, kv_heads: int, scale: float) -> Attended:
+        """Attention of a step's queries [tokens, heads, head_dim] over the coded tokens that each reads.
+
+        By the compiled loop where there is one and a sequence has few queries.
+        """
+
+        def read(slots: Tensor, positions: Tensor) -> Keys:
+            return self.read(pages, slots, positions)
+
+        def few(looked: Looked, q: Tensor) -> Attended:
+            return self.attend_few(pages, looked, q, query.dtype)
+
+        return attend(query, read, step, kv_heads, scale, few if self.attention else None)
+
+    def attend_few(self, pages: Tensor, looked: Looked, q: Tensor, dtype: torch.dtype) -> Attended:
         """Attention of few queries, scaled float32 [n, heads, head_dim], by the compiled loop; K is made in `dtype`."""
         self.read_back += len(looked.slots)
         return Attended(*self.attention(self._rows(pages), self.k.bytes, looked, q, self.rotation.columns, dtype))

@@ -35,7 +35,7 @@ class Rotation:
     columns : pair of array
         Cosines and sines of all positions of each frequency, float32 [head_dim / 2, positions and `BEYOND` more].
     rows : pair of array
-        Those of a position side by side, both halves, float32 [positions, head_dim].
+        Those of a position side by side, float32 [positions, head_dim / 2].
     by_position : bool
         Whether it is K's mean alone that is turned.
     """
@@ -43,18 +43,25 @@ class Rotation:
     by_position = False
 
     def __init__(self, table: Tensor):
-        cos, sin = table.float().chunk(2, dim=-1)
-        self.cos, self.sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        self.columns = tuple(pad(part.T, (0, BEYOND)).contiguous().cpu().numpy() for part in (cos, sin))
-        self.rows = tuple(part.cpu().numpy() for part in (self.cos, self.sin))
+        self._halves = tuple(part.contiguous() for part in table.float().chunk(2, dim=-1))
+        self.columns = tuple(pad(part.T, (0, BEYOND)).contiguous().cpu().numpy() for part in self._halves)
+        self.rows = tuple(part.cpu().numpy() for part in self._halves)
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
         """K [heads, n, head_dim] as attention sees it, as it was before, float32; `positions` are int64 [n]."""
-        return undo_rope(k, self.cos[positions], self.sin[positions])
+        return undo_rope(k, *self.at(positions))
 
     def redo(self, k: Tensor, positions: Tensor) -> Tensor:
         """The way back."""
-        return apply_rope(k, self.cos[positions], self.sin[positions])
+        return apply_rope(k, *self.at(positions))
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, both halves, float32 [n, head_dim]."""
+        return tuple(torch.cat([part[positions]] * 2, dim=-1) for part in self._halves)
+
+    def __len__(self) -> int:
+        """Positions."""
+        return len(self._halves[0])
 
 
 class Unturned:
@@ -128,5 +135,5 @@ def rotation_of(attention: nn.Module, head_dim: int) -> Rotation:
             f"{type(rotary).__name__} turns K in another way than by halves; {REMEDY}",
             code="capability.rope-convention",
         )
-    refuse_lossy(RopeTurn(found.cos[positions], found.sin[positions]), ours)
+    refuse_lossy(RopeTurn(*found.at(positions)), ours)
     return found

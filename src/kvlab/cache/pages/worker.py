@@ -244,6 +244,7 @@ def give_pages(model: torch.nn.Module, served: ReadyRecipe, exact: ExactStore | 
     from kvlab.cache.pages.backend import PagesImpl, page_spec
 
     found, info, device = [], served.info, next(model.parameters()).device
+    rotations: dict[nn.Module, Rotation] = {}
     for layer, attention in enumerate(attention_layers(model, info)):
         impl = attention.attn.impl
         if not isinstance(impl, PagesImpl):
@@ -256,19 +257,28 @@ def give_pages(model: torch.nn.Module, served: ReadyRecipe, exact: ExactStore | 
             rows_of(served.codecs[stream], Site(0, layer, stream), info.n_kv_heads, info.head_dim, device)
             for stream in STREAMS
         ]
-        impl.pages = LayerPages(layer, *rows, turn_of(attention, served.recipe, info.head_dim, rows[0]), exact)
+        impl.pages = LayerPages(
+            layer, *rows, turn_of(attention, served.recipe, info.head_dim, rows[0], rotations), exact
+        )
         plain = attention.attn.get_kv_cache_spec
         attention.attn.get_kv_cache_spec = partial(_coded_spec, plain, page_spec, impl.pages.bytes)
         found.append(impl.pages)
     return found
 
 
-def turn_of(attention: nn.Module, recipe: Recipe, head_dim: int, k: Rows) -> Rotation | MeanByPosition | Unturned:
-    """What stands between K of a layer as attention sees it and as the recipe codes it; raises as `rotation_of`."""
+def turn_of(
+    attention: nn.Module, recipe: Recipe, head_dim: int, k: Rows, known: dict[nn.Module, Rotation]
+) -> Rotation | MeanByPosition | Unturned:
+    """What stands between K of a layer as attention sees it and as the recipe codes it; raises as `rotation_of`.
+
+    `known` are rotations of other layers by their rotary modules, which layers share.
+    """
     if recipe.rotary == "after" and not by_position(recipe):
         return Unturned()
-    found = rotation_of(attention, head_dim)
-    return MeanByPosition(found, k.plan.decoding.mean) if by_position(recipe) else found
+    rotary = getattr(attention, "rotary_emb", None)
+    if rotary not in known:
+        known[rotary] = rotation_of(attention, head_dim)
+    return MeanByPosition(known[rotary], k.plan.decoding.mean) if by_position(recipe) else known[rotary]
 
 
 def _coded_spec(plain, page_spec, size: int, config: VllmConfig):

@@ -268,8 +268,8 @@ class ServedWriter:
     ) -> bool:
         """Code tokens [heads, n, head_dim]; whether it was done, and nothing where a component is not finite.
 
-        V's bytes begin at `first` of a row. `turn` are cosines and sines float32 [positions, head_dim], and `at` the
-        positions of the tokens, int64 [n].
+        V's bytes begin at `first` of a row. `turn` are cosines and sines float32 [positions, head_dim / 2], and `at`
+        the positions of the tokens, int64 [n].
         """
         room = (
             lent("served matrix", (self.most, self.k[1].mean.shape[1])),
@@ -339,7 +339,7 @@ def _put(z, a, rows, slots, first, bytes, room):
 def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, matrix, room):
     """See `ServedWriter`; both streams are made components before a byte is written."""
     (ka, kw), (va, vw) = k_tables, v_tables
-    tokens, half, mean = k.shape[1], cos.shape[1] // 2, kw.mean.reshape(-1)
+    tokens, half, mean = k.shape[1], cos.shape[1], kw.mean.reshape(-1)
     apart, nothing = np.empty((tokens, len(mean)), np.float32), np.zeros((tokens, len(mean)), np.float32)
     for token in range(tokens):
         c, s = cos[positions[token]], sin[positions[token]]

@@ -115,7 +115,7 @@ class QuickRows(KltRows):
         first : int
             Where its bytes begin there.
         turn : pair of array
-            Cosines and sines float32 [positions, head_dim] that tokens are turned back by before they are coded.
+            Cosines and sines float32 [positions, head_dim / 2] that tokens are turned back by before they are coded.
         positions : array, optional
             Of the tokens there, int64 [n].
 
@@ -159,7 +159,7 @@ def choice_of(plan: Plan) -> Choice:
 @compiled
 def centre(x, cos, sin, positions, mean, out):
     """Tokens [n, heads * head_dim], turned back by their positions and less their mean, into as many."""
-    half = cos.shape[1] // 2
+    half = cos.shape[1]
     for token in range(len(x)):
         own, to = x[token], out[token]
         if half:

@@ -224,6 +224,10 @@ class HFEngine(Engine):
         """The model's own rotary embedding of a layer's K at positions 0 to `tokens` - 1, to the bit."""
         return self._rotation(tokens, self.rotary.kinds.index(self.rotary.kinds[layer]))
 
+    def turned(self, layer: int, k: Tensor) -> Tensor:
+        """See `Engine.turned`."""
+        return self.rotation(k.shape[1], layer)(k[None])[0]
+
     @lru_cache(maxsize=8)  # noqa: B019 (an engine lives as long as its process measures)
     def _rotation(self, tokens: int, layer: int) -> Callable[[Tensor], Tensor]:
         cos, sin = self.rotary(layer, torch.arange(tokens, device=self.model.device)[None], self._like)
