@@ -61,18 +61,24 @@ def test_the_cache_of_a_text_is_coded_and_comes_back(run, tiny_model, tmp_path):
     assert 0 < apart(six, wanted, "v") < 0.01 < apart(two, wanted, "v") < 0.3
 
 
-def test_k_less_its_mean_by_position_is_for_pages_alone(run, tiny_model, tmp_path, monkeypatch):
-    """`klt` with rotary: after: one line wherever else its file is given, and nothing written."""
+def test_k_less_its_mean_by_position_is_for_what_serves(run, tiny_model, tmp_path, monkeypatch):
+    """`klt` with rotary: after: in pages and in a Cache; one line wherever else its file is given, nothing written."""
     text = tiny.write_text(tmp_path / "calibration.txt", seed=1)
     model, small = ("--model", tiny_model), ("--context", 64, "--windows", 6, "--text", text, "--bits", 3)
     code, _, err = run("calibrate", *model, *small, "--rotary", "aftr", "--out", "klt3.kv")
     assert code == 2 and "did you mean 'after'" in err and not Path("klt3.kv").exists()
     files = "--out", "klt3.kv", "--decoder", "decoder.kv"
     assert run("calibrate", *model, *small, "--rotary", "after", *files)[0] == 0
+    model_here = AutoModelForCausalLM.from_pretrained(tiny_model)
+    cache = Cache(model_here, "klt3.kv")
+    with torch.no_grad():
+        for ids in torch.arange(1, 30)[None].split([20, 1, 8], dim=1):
+            model_here(ids, past_key_values=cache)
+    assert cache.check() and cache.bits_per_value > 3
+    with pytest.raises(CalibrationMismatch) as found:
+        Cache(model_here, "decoder.kv")
+    assert found.value.code == "calibration.decoder-only"
     for file in ("klt3.kv", "decoder.kv"):
-        with pytest.raises(CalibrationMismatch) as found:
-            Cache(AutoModelForCausalLM.from_pretrained(tiny_model), file)
-        assert found.value.code == "calibration.pre-rope-only"
         asked = ("--recipe", file, "--text", "notes.txt", "--out", "n.kvls")
         code, said, err = run("encode", *model, *asked)
         said_last = err.splitlines()[-1]

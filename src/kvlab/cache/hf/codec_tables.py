@@ -193,6 +193,7 @@ def _rows(recipe: Recipe, stream: Literal["k", "v"], calibration: Calibration | 
     refuse_more_layers(fitted, shape.layers)
     codec = bare(own, fitted)
     sites = [Site(0, layer, stream) for layer in range(shape.layers)]
+    codec.encode(torch.zeros(shape.heads, 1, shape.head_dim), sites[0])  # refuses what decodes alone
     found = [rows_of(codec, site, shape.heads, shape.head_dim) for site in sites]
     if isinstance(codec, KltCodec):
         codec.let_go()
