@@ -1,8 +1,8 @@
 """`klt` of K after its rotary embedding in a transformers cache: the rows and the loops of vLLM's coded pages.
 
 Every token has a row of bytes, K's and V's one after the other, and each sequence's first and last tokens are kept as
-they were computed, too (`pages.exact`). The tokens of a call, the last `recent` ones before them and the first `sink`
-ones are read exact, all others coded. Without `recent` a call's last token is kept, which reads itself.
+they were computed, too (`pages.exact`). Read exact are the tokens of a call, the last `recent` up to its first one, and
+the first `sink`; all others are read coded. Without `recent` a call's last token is kept, which reads itself.
 """
 
 from __future__ import annotations
