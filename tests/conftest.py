@@ -75,22 +75,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return ByFile(config, log)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def set_threads():
+    """Torch's function of that name, called for one thread: small tensors lose by more on a busy machine."""
+    import torch
+
+    torch.set_num_threads(1)
+    return torch.set_num_threads
+
+
 @pytest.fixture(autouse=True, scope="module")
-def threads_as_before():
-    """Jobs of the pipeline set torch's threads, for a process of their own; here other files' tests come after them."""
+def threads_as_before(set_threads):
+    """Jobs of the pipeline set torch's threads, for a process of their own; here other files' tests come after them.
+
+    vLLM 0.32's worker on a CPU even puts a function in the place of torch's that does nothing.
+    """
     import torch
 
     before = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """Small tensors gain nothing from threads, and lose a lot to them on a busy machine."""
-    import torch
-
-    torch.set_num_threads(1)
+    torch.set_num_threads = set_threads
+    set_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="session")
