@@ -29,7 +29,7 @@ $(error $(WRONG))
 endif
 endif
 
-.PHONY: help setup findings audit test test-all test-rest test-nightly wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro docs reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
+.PHONY: help setup findings audit test test-all test-rest test-nightly wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro docs reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline publish pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
@@ -140,14 +140,18 @@ params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parame
 	@"$(BIN)/python" workflow/scripts/params_docs.py
 	@"$(BIN)/python" workflow/scripts/metrics_schema.py
 
-headline: $(READY)  ## blocks of README and docs from results/, and the pages of the same run into docs/results/ (MODEL=SLUG)
+headline: $(READY)  ## blocks of README and docs from results/ (MODEL=SLUG), and the pages of the same run, as `make publish`
 	@"$(BIN)/python" -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
 		--comparison results/gap/models/comparison.json --claims results/gate/claims.json \
 		--benchmarks results/benchmarks --readme README.md
-	@rm -rf docs/results && mkdir -p docs/results/gap/figures docs/results/gate
-	@cp results/gap/FINDINGS.md results/gap/report.html docs/results/gap/ && cp results/gap/figures/*.svg docs/results/gap/figures/
-	@for page in GATE.md GATE-reasons.md TRUST.md; do sed 's|(\.\./\.\./docs/|(../../|g' results/gate/$$page >docs/results/gate/$$page; done
-	@cp results/gate/detection.svg docs/results/gate/
+	@$(MAKE) --no-print-directory publish PRESET=
+
+publish:  ## the pages of a run into docs/results/ (PRESET=models: of that run, into docs/results/models/)
+	@set -e; to=$(CURDIR)/docs/results$(if $(PRESET),/$(PRESET)); from='$(if $(PRESET),.runs/$(PRESET)/)results'; \
+	[ -f "$$from/gap/FINDINGS.md" ] || { echo "error: $$from/gap/FINDINGS.md is not there; make it: make findings$(if $(PRESET), PRESET=$(PRESET))" >&2; exit 2; }; \
+	cd "$$from"; rm -rf "$$to/gap" "$$to/gate"; mkdir -p "$$to"; \
+	find gap gate \( -name '*.md' -o -name '*.svg' $(if $(PRESET),,-o -name '*.html') \) -exec cp --parents -t "$$to" {} +; \
+	sed -i 's|(\.\./\.\./docs/|(../../$(if $(PRESET),../)|g' "$$to"/gate/*.md
 
 audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md
 	"$(BIN)/python" -m kvlab step audit --out results/audit/AUDIT.md
