@@ -16,10 +16,13 @@ from kvlab.core.errors import CapabilityError, NonFinite, ParamsError, StorageEr
 from kvlab.core.records import write_json
 from kvlab.engines.registry import start
 from kvlab.text import corpus
-from kvlab_pipeline.studies.bitplanes import measure, planes, recall, tables
+from kvlab_pipeline.studies import page
+from kvlab_pipeline.studies.bitplanes import measure, planes, recall
 from kvlab_pipeline.studies.bitplanes import record as records
 from kvlab_pipeline.studies.bitplanes.measure import layers, places, ranked_variants
+from kvlab_pipeline.studies.bitplanes.tables import parts
 from kvlab_pipeline.studies.record import read_record
+from pipeline.studies.printed import rows
 from refusals import refused
 from tiers import examples
 
@@ -246,10 +249,11 @@ def test_the_slip_of_an_empty_remainder_shows_in_the_counts(record):
 
 
 def test_the_tables_hold_every_arm(record):
-    found = tables.tables(record)
-    assert [row[0] for row in found[0].rows] == [one.label for one in record.arms if one.basis == "rotated"]
-    assert "128 means 32" in found[0].text and "means 16" not in found[0].text
-    assert len({table.title for table in found}) == len(found) and all(table.rows for table in found)
+    found = parts(record)
+    assert [row[0] for row in rows(found["planes"])] == [one.label for one in record.arms if one.basis == "rotated"]
+    assert "128 means 32" in found["shorter"] and "means 16" not in found["shorter"]
+    text = page.rendered("bitplanes", [record], {})
+    assert all(found.values()) and all(part in text for part in found.values())
 
 
 def test_asking_for_more_than_there_is_is_refused(asks, tiny_windows, hf_engine, tmp_path):

@@ -14,12 +14,14 @@ from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.text import corpus
-from kvlab_pipeline.studies.placement import measure, tables
+from kvlab_pipeline.studies.placement import measure
 from kvlab_pipeline.studies.placement import record as records
 from kvlab_pipeline.studies.placement.measure import Runs, Text, control, orders, shift, shifted, tied
 from kvlab_pipeline.studies.placement.record import PlantedControl, RunVerdict
+from kvlab_pipeline.studies.placement.tables import parts
 from kvlab_pipeline.studies.placement.verdict import Binned, comparable, judge, leads
 from kvlab_pipeline.studies.record import read_record
+from pipeline.studies.printed import rows as rows_of
 from refusals import refused
 from tiers import examples
 
@@ -205,10 +207,11 @@ def test_a_constructed_tie_is_never_called_a_bug(record):
 
 
 def test_the_tables_say_which_control_passed(record):
-    found = tables.tables(record)
-    assert found[0].rows[0][2:] == ("0", "0") and [row[-1] for row in found[-1].rows] == ["passed", "passed"]
+    found = parts(record)
+    assert rows_of(found["moved"])[0][2:] == ("0", "0")
+    assert [row[-1] for row in rows_of(found["controls"])] == ["passed", "passed"]
     lost = record.model_copy(update={"controls": [one.model_copy(update={"flipped": 0}) for one in record.controls]})
-    assert {row[-1] for row in tables.tables(lost)[-1].rows} == {"**not passed**"}
+    assert {row[-1] for row in rows_of(parts(lost)["controls"])} == {"**not passed**"}
 
 
 def test_orders_are_permutations_and_always_the_same():

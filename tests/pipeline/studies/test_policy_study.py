@@ -13,12 +13,14 @@ from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.text import needles
 from kvlab.text.needles import Needle
-from kvlab_pipeline.studies.policy import measure, tables
+from kvlab_pipeline.studies.policy import measure
 from kvlab_pipeline.studies.policy import record as records
 from kvlab_pipeline.studies.policy.asking import WatchedRun, ask, planted_chunks
 from kvlab_pipeline.studies.policy.measure import arms, blocks_of, thirds
 from kvlab_pipeline.studies.policy.record import FORESIGHT, NeedleResult
+from kvlab_pipeline.studies.policy.tables import parts
 from kvlab_pipeline.studies.record import read_record
+from pipeline.studies.printed import rows
 from refusals import refused
 
 pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
@@ -173,9 +175,10 @@ def test_differences_are_held_against_lru_in_the_same_pool(record):
 
 
 def test_the_tables_name_every_arm(record):
-    found = tables.tables(record)
-    assert [len(table.rows) for table in found] == [11, 13, 8, 10, 23]
-    assert found[1].rows[-1][2] == "foresight" and found[0].rows[0][:3] == ("all", "11", "everything in the pool")
+    found = {name: rows(table) for name, table in parts(record).items()}
+    assert [len(table) for table in found.values()] == [11, 13, 8, 10, 23]
+    assert found["restored"][-1][2] == "foresight"
+    assert found["bounded"][0][:3] == ("all", "11", "everything in the pool")
     with refused(StorageError, "storage.no-arm", "fifo"):
         record.arm("fifo", 0.5, "bounded")
 

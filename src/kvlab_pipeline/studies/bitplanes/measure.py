@@ -30,10 +30,10 @@ from kvlab.stats.bootstrap import Bootstrap
 from kvlab.text import corpus
 from kvlab_pipeline.jobs.measure import provenance
 from kvlab_pipeline.studies.bitplanes import recall
-from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
 from kvlab_pipeline.studies.bitplanes.planes import PlanesVariant, arms, controls, saturated, turned
 from kvlab_pipeline.studies.bitplanes.record import Basis, BitplanesRecord
 from kvlab_pipeline.studies.bitplanes.summary import Sums, summary
+from kvlab_pipeline.studies.kvstore_params import BitplanesStudy
 
 FULL_BITS = 16  # a number of K that is kept whole, as caches are stored
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from kvlab.core.codec_settings import Frozen
 from kvlab.stats.bootstrap import Estimate
-from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
+from kvlab_pipeline.studies.kvstore_params import BitplanesStudy
 from kvlab_pipeline.studies.record import StudyRecord
 
 Basis = Literal["rotated", "raw"]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvlab.core.errors import NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
-from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
 from kvlab_pipeline.studies.bitplanes.planes import PlanesVariant
 from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, Basis, Difference
+from kvlab_pipeline.studies.kvstore_params import BitplanesStudy
 
 DIGITS = 6  # of means that have no interval
 COMPARED = 0.1  # the budget, or the nearest to it, at which arms are held against each other

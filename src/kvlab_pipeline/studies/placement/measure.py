@@ -22,7 +22,7 @@ from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import same_bits
 from kvlab.text import corpus
-from kvlab_pipeline.studies.placement.params import PlacementStudy
+from kvlab_pipeline.studies.kvstore_params import PlacementStudy
 from kvlab_pipeline.studies.placement.record import Logical, PlacementRecord, PlantedControl, RunVerdict
 from kvlab_pipeline.studies.placement.verdict import FACTOR, Binned, comparable, flips, judge, leads
 

@@ -27,8 +27,8 @@ from kvlab.kvstore.snapshot import read as snapshots
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.text import needles
 from kvlab.text.needles import Needle
+from kvlab_pipeline.studies.kvstore_params import PolicyStudy
 from kvlab_pipeline.studies.policy.asking import ask, columns
-from kvlab_pipeline.studies.policy.params import PolicyStudy
 from kvlab_pipeline.studies.policy.record import (
     FORESIGHT,
     REFERENCE,

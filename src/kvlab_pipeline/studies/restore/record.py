@@ -13,8 +13,8 @@ from kvlab.core.codec_settings import Frozen
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
 from kvlab.stats.bootstrap import Estimate
+from kvlab_pipeline.studies.kvstore_params import Storable
 from kvlab_pipeline.studies.record import StudyRecord
-from kvlab_pipeline.studies.restore.params import Storable
 
 SHORTER = (64, 128, 256)
 CODED_WINDOWS, CODED_CHUNK = 8, 64
