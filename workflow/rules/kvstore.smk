@@ -212,7 +212,10 @@ rule bitplanes_page:
     message:
         "bitplanes: {output}"
     shell:
-        "python -m kvlab step page {input.records:q}" " --study bitplanes" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input.records:q}"
+        " --study bitplanes"
+        " --out {output:q}"
+        " > {log:q} 2>&1"
 
 
 rule bitplanes:
@@ -279,7 +282,10 @@ rule placement_page:
     message:
         "placement: {output}"
     shell:
-        "python -m kvlab step page {input.records:q}" " --study placement" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input.records:q}"
+        " --study placement"
+        " --out {output:q}"
+        " > {log:q} 2>&1"
 
 
 rule placement:

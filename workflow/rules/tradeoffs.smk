@@ -79,7 +79,10 @@ rule tradeoffs_page:
     message:
         "tradeoffs: {output.page}"
     shell:
-        "python -m kvlab step page {input.records:q}" " --study tradeoffs" " --out {output.page:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input.records:q}"
+        " --study tradeoffs"
+        " --out {output.page:q}"
+        " > {log:q} 2>&1"
 
 
 rule tradeoffs:

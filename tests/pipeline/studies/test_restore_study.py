@@ -13,10 +13,8 @@ from kvlab.core.errors import Fault, ParamsError, StorageError
 from kvlab_pipeline.studies import page
 from kvlab_pipeline.studies.record import read_record
 from kvlab_pipeline.studies.restore import measure as measuring
-from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens
+from kvlab_pipeline.studies.restore.measure import RAW, common, joined, pool_of, shared_tokens, timed, turns
 from kvlab_pipeline.studies.restore.record import RestoreRecord, RestoreSettings, Speed, Unstored, break_even
-from kvlab_pipeline.studies.restore.speed import timed, turns
-from kvlab_pipeline.studies.restore.stored import RAW, common
 from kvlab_pipeline.studies.restore.tables import parts, promises
 from pipeline.studies.printed import rows
 from refusals import refused
@@ -103,7 +101,7 @@ def test_without_a_calibration_codecs_that_need_one_are_left_out_by_name(
 ):
     from kvlab.core.model import resolve
     from kvlab.kvstore.hf.model import PagedModel
-    from kvlab_pipeline.studies.restore.stored import ways
+    from kvlab_pipeline.studies.restore.measure import ways
 
     model = PagedModel.load(resolve(tiny_params.model))
     found, missing = ways(tiny_params, model, None, SMALL, 96)
@@ -119,7 +117,7 @@ def test_a_codec_of_whole_caches_is_stored_where_its_calibration_is(
     from kvlab.calibration import load as calibration
     from kvlab.kvstore.hf.model import PagedModel
     from kvlab.text import corpus
-    from kvlab_pipeline.studies.restore.stored import stored
+    from kvlab_pipeline.studies.restore.measure import stored
     from kvstore import archiving
 
     model, windows = PagedModel.load(hf_engine.info), corpus.load(tiny_windows, hf_engine.info.model_hash)
