@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvlab.core.errors import Fault, ParamsError, StorageError
-from kvlab_pipeline.studies import page
+from kvlab.core.errors import Fault, ParamsError
 from kvlab_pipeline.studies.record import read_record
 from kvlab_pipeline.studies.restore import measure as measuring
 from kvlab_pipeline.studies.restore.measure import RAW, common, joined, pool_of, shared_tokens, timed, turns
 from kvlab_pipeline.studies.restore.record import RestoreRecord, RestoreSettings, Speed, Unstored, break_even
 from kvlab_pipeline.studies.restore.tables import parts, promises
-from pipeline.studies.printed import rows
+from pipeline.studies.printed import rows, whole
 from refusals import refused
 
 pytestmark = pytest.mark.nightly  # a page that FINDINGS.md does not need, measured in two processes
@@ -212,9 +209,9 @@ def test_the_tables_hold_every_row_and_a_dash_for_what_was_not_seen(record):
     assert len(rows(found["agreements"])) == 4 and len(rows(found["prefill"])) == 3
     assert len(rows(found["loading"])) == 4 and found["unstored"] is None
     assert rows(found["stored"])[0][:3] == (RAW, "1536", "32.0")
-    assert "Not measured" not in page.rendered("restore", [record], {})
+    assert "Not measured" not in whole("restore", record, found)
     lacking = record.model_copy(update={"unstored": (Unstored(label="klt 2", reason="no components"),)})
-    assert "| klt 2 | no components |" in page.rendered("restore", [lacking], {}).split("## Not measured")[1]
+    assert "| klt 2 | no components |" in whole("restore", lacking, parts(lacking)).split("## Not measured")[1]
     never = record.model_copy(update={"speeds": (speed(200, 1.0, 1.0, 5.0, whole=1.0),)})
     assert [row[1] for row in rows(parts(never)["break_even"])] == ["–", "–"]
 
@@ -261,24 +258,6 @@ def test_a_promise_about_nothing_is_not_kept(record):
 def test_a_small_pool_promises_bits_and_that_it_was_small(record, change, words):
     one = record.evicted[0].model_copy(update=change)
     assert any(words in line for line in unmet(record.model_copy(update={"evicted": (one,)})))
-
-
-def test_another_file_is_no_record(tmp_path):
-    (tmp_path / "x.json").write_text("{}")
-    with refused(StorageError, "storage.no-record", tmp_path / "x.json"):
-        read_record(tmp_path / "x.json", RestoreRecord, "restore")
-
-
-def test_the_page_needs_no_torch():
-    program = (
-        "import sys, kvlab_pipeline.studies.restore.tables, kvlab_pipeline.studies.restore.record;"
-        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    )
-    source = Path(__file__).parents[3] / "src"
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(source)}
-    )
-    assert answer.stdout.strip() == "[]", answer.stderr
 
 
 def test_threads_are_those_of_the_parameters(record):
