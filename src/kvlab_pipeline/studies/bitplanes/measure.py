@@ -40,11 +40,11 @@ from kvlab_pipeline.studies.bitplanes.record import (
     BitplanesRecord,
     BudgetUse,
     Difference,
+    compared_at,
 )
 from kvlab_pipeline.studies.kvstore_params import BitplanesStudy
 
 DIGITS = 6  # of means that have no interval
-COMPARED = 0.1  # the budget, or the nearest to it, at which arms are held against each other
 MOST = 0.9  # of the mass, of which `needed` says how many tokens hold it
 
 
@@ -428,7 +428,7 @@ def differences(
 ) -> Iterator[Difference]:
     """What norms, further bits, the size of a group and the rotation change, at one budget."""
     place = {(one.name, one.group, one.basis): number for number, one in enumerate(records)}
-    at = min(range(len(settings.kept)), key=lambda i: abs(settings.kept[i] - COMPARED))
+    at = compared_at(settings.kept)
     columns = {"spearman": 0, "token": 1 + at, "chunk": 1 + len(settings.kept) + at}
     for pair in compared(settings.groups):
         a, b = (records[place[key]] for key in pair)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from kvlab.core.codec_settings import Frozen
@@ -10,6 +11,12 @@ from kvlab_pipeline.studies.kvstore_params import BitplanesStudy
 from kvlab_pipeline.studies.record import StudyRecord
 
 Basis = Literal["rotated", "raw"]
+COMPARED = 0.1  # the budget, or the nearest to it, at which arms and heads are held against each other
+
+
+def compared_at(budgets: Sequence[float]) -> int:
+    """Which of the budgets that is."""
+    return min(range(len(budgets)), key=lambda i: abs(budgets[i] - COMPARED))
 
 
 class ArmQuantity(Frozen):

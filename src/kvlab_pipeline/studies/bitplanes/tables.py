@@ -8,9 +8,8 @@ from statistics import median
 from kvlab.output.format import estimate, number, percent
 from kvlab_pipeline.rendering import tables as cols
 from kvlab_pipeline.rendering.tables import Column, table_if_any
-from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, BitplanesRecord, Difference
+from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, BitplanesRecord, Difference, compared_at
 
-NEAREST = 0.1  # the budget at which heads are compared, or the one next to it
 GAINS = {
     "spearman": "rank correlation",
     "token": "mass on the tokens kept, points",
@@ -20,8 +19,7 @@ GAINS = {
 
 def parts(record: BitplanesRecord) -> dict[str, str | None]:
     """What the template places, by name."""
-    budgets = record.settings.kept
-    at = min(range(len(budgets)), key=lambda i: abs(budgets[i] - NEAREST))
+    budgets, at = record.settings.kept, compared_at(record.settings.kept)
     rotated = [arm for arm in record.arms if arm.basis == "rotated"]
     shorter = dict.fromkeys(f"{arm.group} means {arm.width}" for arm in rotated if arm.width != arm.group)
     right = [arm for arm in rotated if arm.label.startswith("3 bits") or arm.label == "full"]
@@ -105,11 +103,9 @@ def _gains(record: BitplanesRecord) -> str | None:
     """Paired differences between arms; a basis is said where two are compared."""
     pairs: dict[tuple[str, str], dict[str, Difference]] = {}
     for one in record.differences:
-        a, b = (
-            (one.a, one.b)
-            if one.basis == one.other_basis
-            else (f"{one.a} ({one.basis})", f"{one.b} ({one.other_basis})")
-        )
+        a, b = one.a, one.b
+        if one.basis != one.other_basis:
+            a, b = f"{a} ({one.basis})", f"{b} ({one.other_basis})"
         pairs.setdefault((a, b), {})[one.what] = one
     columns: dict[str, Column] = {"arm": lambda pair: pair[0], "against": lambda pair: pair[1]}
     for what, heading in GAINS.items():
