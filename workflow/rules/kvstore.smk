@@ -9,6 +9,12 @@ STORED = [
 ]
 
 
+def record_templates(study):
+    """What the page of a study's records is made from."""
+    folder = "src/kvlab_pipeline/studies"
+    return [f"{folder}/page.md.j2", f"{folder}/{study}/templates/{study}.md.j2"]
+
+
 rule restore_job:
     """Cold against warm: whether a restored context says the same to the bit, what it saves, and what each codec makes of it."""
     input:
@@ -50,7 +56,8 @@ rule restore_job:
 rule restore_page:
     """RESTORE.md: the same, to be read."""
     input:
-        of_models("results/kvstore/restore/{model}.json"),
+        templates=record_templates("restore"),
+        records=of_models("results/kvstore/restore/{model}.json"),
     output:
         report("results/kvstore/RESTORE.md", caption="../report/restore.rst", category="KV store"),
     log:
@@ -70,7 +77,7 @@ rule restore_page:
     message:
         "restore: {output}"
     shell:
-        "python -m kvlab step page {input:q}" " --study restore" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input.records:q}" " --study restore" " --out {output:q}" " > {log:q} 2>&1"
 
 
 rule restore:
@@ -117,7 +124,8 @@ rule policy_job:
 rule policy_page:
     """POLICY.md: the same, to be read."""
     input:
-        expand("results/kvstore/policy/{model}.json", model=JUDGED),
+        templates=record_templates("policy"),
+        records=expand("results/kvstore/policy/{model}.json", model=JUDGED),
     output:
         report("results/kvstore/POLICY.md", caption="../report/policy.rst", category="KV store"),
     log:
@@ -137,7 +145,7 @@ rule policy_page:
     message:
         "policy: {output}"
     shell:
-        "python -m kvlab step page {input:q}" " --study policy" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input.records:q}" " --study policy" " --out {output:q}" " > {log:q} 2>&1"
 
 
 rule policy:
@@ -183,7 +191,8 @@ rule bitplanes_job:
 rule bitplanes_page:
     """BITPLANES.md: the same, to be read."""
     input:
-        of_models("results/kvstore/bitplanes/{model}.json"),
+        templates=record_templates("bitplanes"),
+        records=of_models("results/kvstore/bitplanes/{model}.json"),
     output:
         report("results/kvstore/BITPLANES.md", caption="../report/bitplanes.rst", category="KV store"),
     log:
@@ -203,7 +212,10 @@ rule bitplanes_page:
     message:
         "bitplanes: {output}"
     shell:
-        "python -m kvlab step page {input:q}" " --study bitplanes" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input.records:q}"
+        " --study bitplanes"
+        " --out {output:q}"
+        " > {log:q} 2>&1"
 
 
 rule bitplanes:
@@ -249,7 +261,8 @@ rule placement_job:
 rule placement_page:
     """PLACEMENT.md: the same, to be read."""
     input:
-        of_models("results/kvstore/placement/{model}.json"),
+        templates=record_templates("placement"),
+        records=of_models("results/kvstore/placement/{model}.json"),
     output:
         report("results/kvstore/PLACEMENT.md", caption="../report/placement.rst", category="KV store"),
     log:
@@ -269,7 +282,10 @@ rule placement_page:
     message:
         "placement: {output}"
     shell:
-        "python -m kvlab step page {input:q}" " --study placement" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input.records:q}"
+        " --study placement"
+        " --out {output:q}"
+        " > {log:q} 2>&1"
 
 
 rule placement:

@@ -57,7 +57,8 @@ rule tradeoffs_job:
 rule tradeoffs_page:
     """REPORT.md: the same, to be read, and its figure."""
     input:
-        expand("results/tradeoffs/{model}.json", model=JUDGED),
+        templates=record_templates("tradeoffs"),
+        records=expand("results/tradeoffs/{model}.json", model=JUDGED),
     output:
         page=report("results/tradeoffs/REPORT.md", caption="../report/tradeoffs.rst", category="Mechanisms"),
         figures=expand("results/tradeoffs/{model}.svg", model=JUDGED),
@@ -78,7 +79,10 @@ rule tradeoffs_page:
     message:
         "tradeoffs: {output.page}"
     shell:
-        "python -m kvlab step page {input:q}" " --study tradeoffs" " --out {output.page:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input.records:q}"
+        " --study tradeoffs"
+        " --out {output.page:q}"
+        " > {log:q} 2>&1"
 
 
 rule tradeoffs:

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from kvlab.codecs.shared.quantizer import gaussian_table, mse
-from kvlab.core.errors import CapabilityError, NonFinite, ParamsError, StorageError
-from kvlab.core.records import write_json
+from kvlab.core.errors import CapabilityError, NonFinite, ParamsError
 from kvlab.engines.registry import start
 from kvlab.text import corpus
-from kvlab_pipeline.studies.bitplanes import measure, planes, recall, tables
+from kvlab_pipeline.studies.bitplanes import measure, planes
 from kvlab_pipeline.studies.bitplanes import record as records
 from kvlab_pipeline.studies.bitplanes.measure import layers, places, ranked_variants
+from kvlab_pipeline.studies.bitplanes.tables import parts
 from kvlab_pipeline.studies.record import read_record
+from pipeline.studies.printed import rows, whole
 from refusals import refused
 from tiers import examples
 
@@ -28,9 +29,7 @@ GAUSS = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0), dtype=
 
 
 def arm(name: str, group: int | None = None) -> planes.PlanesVariant:
-    (found,) = (
-        one for one in [*planes.arms((32, 128), 16), *planes.controls()] if (one.name, one.group) == (name, group)
-    )
+    (found,) = (one for one in [*planes.arms((32, 128)), *planes.controls()] if (one.name, one.group) == (name, group))
     return found
 
 
@@ -77,7 +76,7 @@ def test_norms_are_stored_in_float16_and_counted():
     keys = GAUSS[:8] * 1.00001
     scale = planes.normalised(keys, 32)[1]
     assert scale.shape == (8, 2, 1) and torch.equal(scale, scale.half().double())
-    bits = {(one.name, one.group): one.bits_per_key(64) for one in planes.arms((32, 128), 16)}
+    bits = {(one.name, one.group): one.bits_per_key(64) for one in planes.arms((32, 128))}
     assert bits == {
         ("random", None): None,
         ("sign", None): 64,
@@ -117,7 +116,7 @@ def test_products_are_the_same_in_every_basis():
 @examples(60)
 def test_rank_correlation_with_ties_is_scipys(pairs):
     a, b = (torch.tensor(side, dtype=torch.float64) for side in zip(*pairs, strict=True))
-    found = float(recall.spearman(a, b))
+    found = float(measure.spearman(a, b))
     if a.unique().numel() == 1 or b.unique().numel() == 1:
         assert math.isnan(found)
     else:
@@ -127,39 +126,39 @@ def test_rank_correlation_with_ties_is_scipys(pairs):
 def test_recall_of_a_known_ranking():
     mass = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
     scores = torch.tensor([[1.0, 2, 3, 4], [0, 0, 0, 0]])
-    found = recall.recalled(scores, mass, (0.25, 0.5, 1.0))
+    found = measure.recalled(scores, mass, (0.25, 0.5, 1.0))
     assert found.tolist() == pytest.approx(torch.tensor([[0.3, 0.5, 1.0], [0.1, 0.5, 1.0]]))
-    assert recall.needed(scores, mass).tolist() == [0.75, 1.0]
+    assert measure.needed(scores, mass).tolist() == [0.75, 1.0]
 
 
 @given(st.integers(1, 80), st.integers(0, 10), st.integers(0, 20), st.sampled_from(SHARES))
 @examples(60)
 def test_forced_tokens_are_kept_and_nothing_beyond_the_budget(n, sinks, recent, share):
-    must, budget = recall.forced(n, sinks, recent), recall.budget(share, n)
+    must, budget = measure.forced(n, sinks, recent), measure.budget(share, n)
     assert int(must.sum()) == min(n, sinks + recent)
-    assert recall.kept_with(must, share) == max(budget, int(must.sum()))
-    slipped = recall.kept_by_slip(must, share)
+    assert measure.kept_with(must, share) == max(budget, int(must.sum()))
+    slipped = measure.kept_by_slip(must, share)
     assert slipped == (n if budget <= int(must.sum()) else budget)
     mass = torch.full((n,), 1 / n, dtype=torch.float64)
-    found = recall.recalled_with(must, torch.arange(n).flip(0).double(), mass, (share,))
-    assert float(found) == pytest.approx(recall.kept_with(must, share) / n)
+    found = measure.recalled(torch.arange(n).flip(0).double(), mass, (share,), must)
+    assert float(found) == pytest.approx(measure.kept_with(must, share) / n)
 
 
 def test_where_forced_tokens_leave_nothing_they_alone_are_kept():
     mass = torch.tensor([0.0, 0.0, 0.9, 0.1], dtype=torch.float64)
-    found = recall.recalled_with(recall.forced(4, 1, 1), torch.tensor([0.0, 5, 9, 0]), mass, (0.25, 0.75))
+    found = measure.recalled(torch.tensor([0.0, 5, 9, 0]), mass, (0.25, 0.75), measure.forced(4, 1, 1))
     assert found.tolist() == [pytest.approx(0.1), pytest.approx(1.0)]
 
 
 def test_budgets_are_rounded_up():
-    assert [recall.budget(share, 100) for share in SHARES] == [1, 2, 5, 10, 20]
-    assert [recall.budget(share, 7) for share in (0.01, 0.5, 1.0)] == [1, 4, 7]
+    assert [measure.budget(share, 100) for share in SHARES] == [1, 2, 5, 10, 20]
+    assert [measure.budget(share, 7) for share in (0.01, 0.5, 1.0)] == [1, 4, 7]
 
 
 def test_chunks_take_their_sum_or_their_best_token():
     x = torch.tensor([1.0, 5, 2, 2, 9])
-    assert recall.by_chunk(x, 2, "sum", 0.0).tolist() == [6, 4, 9]
-    assert recall.by_chunk(x, 2, "amax", -torch.inf).tolist() == [5, 2, 9]
+    assert measure.by_chunk(x, 2, "sum", 0.0).tolist() == [6, 4, 9]
+    assert measure.by_chunk(x, 2, "amax", -torch.inf).tolist() == [5, 2, 9]
 
 
 # A model
@@ -246,10 +245,10 @@ def test_the_slip_of_an_empty_remainder_shows_in_the_counts(record):
 
 
 def test_the_tables_hold_every_arm(record):
-    found = tables.tables(record)
-    assert [row[0] for row in found[0].rows] == [one.label for one in record.arms if one.basis == "rotated"]
-    assert "128 means 32" in found[0].text and "means 16" not in found[0].text
-    assert len({table.title for table in found}) == len(found) and all(table.rows for table in found)
+    found = parts(record)
+    assert [row[0] for row in rows(found["planes"])] == [one.label for one in record.arms if one.basis == "rotated"]
+    assert "128 means 32" in found["shorter"] and "means 16" not in found["shorter"]
+    assert all(found.values()) and whole("bitplanes", record, found)
 
 
 def test_asking_for_more_than_there_is_is_refused(asks, tiny_windows, hf_engine, tmp_path):
@@ -263,17 +262,7 @@ def test_asking_for_more_than_there_is_is_refused(asks, tiny_windows, hf_engine,
     assert sum(one.control for one in ranked_variants(few)) == 3
 
 
-def test_another_file_is_no_record(tmp_path):
-    write_json(tmp_path / "other.json", {"arms": []})
-    with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
-        read_record(tmp_path / "other.json", records.RECORD, "bitplanes")
-
-
 def test_a_ranking_that_ranks_nothing_is_no_number(record):
-    from kvlab_pipeline.studies.bitplanes.summary import Sums
-
-    sums = Sums(1)
-    flat = recall.spearman(torch.zeros(1, 4, 8), torch.rand(4, 8))[..., None]
-    sums.add(0, 0, (flat, flat, flat))
+    flat = measure.spearman(torch.zeros(1, 4, 8), torch.rand(4, 8))[..., None]
     with refused(NonFinite, "non-finite.ranking"):
-        sums.stacked(0)
+        measure.stacked([[[(flat, flat, flat)]]], 0)

@@ -7,19 +7,33 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.core.errors import CapabilityError, Fault, ParamsError, StorageError
+from kvlab.core.errors import CapabilityError, Fault, ParamsError
 from kvlab.core.model import resolve
-from kvlab.core.records import write_json
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.text import corpus
-from kvlab_pipeline.studies.placement import measure, tables
+from kvlab_pipeline.studies.placement import measure
 from kvlab_pipeline.studies.placement import record as records
-from kvlab_pipeline.studies.placement.measure import Runs, Text, control, orders, shift, shifted, tied
+from kvlab_pipeline.studies.placement.measure import (
+    Runs,
+    Text,
+    comparable,
+    control,
+    flips,
+    judge,
+    leads,
+    margins,
+    orders,
+    shift,
+    shifted,
+    tied,
+)
 from kvlab_pipeline.studies.placement.record import PlantedControl, RunVerdict
-from kvlab_pipeline.studies.placement.verdict import Binned, comparable, judge, leads
+from kvlab_pipeline.studies.placement.tables import parts
 from kvlab_pipeline.studies.record import read_record
+from pipeline.studies.printed import rows as rows_of
+from pipeline.studies.printed import whole
 from refusals import refused
 from tiers import examples
 
@@ -85,10 +99,10 @@ def test_runs_of_different_lengths_are_not_judged():
 
 
 def test_leads_and_flips_are_counted_by_bin():
-    binned = Binned((0.0, 0.1, 1.0))
-    binned.add(rows(0.05, 0.1, 2.0), rows(-0.05, 0.2, 3.0), fixed=3)
+    reference, other = rows(0.05, 0.1, 2.0), rows(-0.05, 0.2, 3.0)
+    binned = margins(leads(reference), flips(reference, other), (0.0, 0.1, 1.0))
     assert leads(rows(0.05, -3.0)).tolist() == pytest.approx([0.05, 3.0])
-    assert [(one.low, one.high, one.rows, one.flips) for one in binned.margins()] == [
+    assert [(one.low, one.high, one.rows, one.flips) for one in binned] == [
         (0.0, 0.1, 1, 1),
         (0.1, 1.0, 1, 0),
         (1.0, None, 1, 0),
@@ -205,10 +219,11 @@ def test_a_constructed_tie_is_never_called_a_bug(record):
 
 
 def test_the_tables_say_which_control_passed(record):
-    found = tables.tables(record)
-    assert found[0].rows[0][2:] == ("0", "0") and [row[-1] for row in found[-1].rows] == ["passed", "passed"]
+    found = parts(record)
+    assert whole("placement", record, found) and rows_of(found["moved"])[0][2:] == ("0", "0")
+    assert [row[-1] for row in rows_of(found["controls"])] == ["passed", "passed"]
     lost = record.model_copy(update={"controls": [one.model_copy(update={"flipped": 0}) for one in record.controls]})
-    assert {row[-1] for row in tables.tables(lost)[-1].rows} == {"**not passed**"}
+    assert {row[-1] for row in rows_of(parts(lost)["controls"])} == {"**not passed**"}
 
 
 def test_orders_are_permutations_and_always_the_same():
@@ -222,9 +237,3 @@ def test_more_windows_than_there_are_are_refused(asks, tiny_windows, tmp_path):
     with refused(ParamsError, "params.too-few-windows", 99):
         measure.measure(params, tiny_windows, tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
-
-
-def test_another_file_is_no_record(tmp_path):
-    write_json(tmp_path / "other.json", {})
-    with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
-        read_record(tmp_path / "other.json", records.RECORD, "placement")

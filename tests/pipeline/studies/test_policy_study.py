@@ -7,18 +7,18 @@ import torch
 
 from kvlab.core.errors import ParamsError, PoolTooSmall, StorageError
 from kvlab.core.model import resolve
-from kvlab.core.records import write_json
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.text import needles
 from kvlab.text.needles import Needle
-from kvlab_pipeline.studies.policy import measure, tables
+from kvlab_pipeline.studies.policy import measure
 from kvlab_pipeline.studies.policy import record as records
-from kvlab_pipeline.studies.policy.asking import WatchedRun, ask, planted_chunks
-from kvlab_pipeline.studies.policy.measure import arms, blocks_of, thirds
+from kvlab_pipeline.studies.policy.measure import WatchedRun, arms, ask, planted_chunks, thirds
 from kvlab_pipeline.studies.policy.record import FORESIGHT, NeedleResult
+from kvlab_pipeline.studies.policy.tables import parts
 from kvlab_pipeline.studies.record import read_record
+from pipeline.studies.printed import rows, whole
 from refusals import refused
 
 pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
@@ -113,7 +113,8 @@ def test_the_planted_lines_chunks():
 
 def test_pools_are_shares_of_the_context(asks):
     settings = asks.kvstore.policy
-    assert [blocks_of(settings, share, 512) for share in (0.25, 0.1, 1.0)] == [16, 6, 64]
+    shares = settings.model_copy(update={"pools": (0.25, 0.1, 1.0), "policies": ("lru",)})
+    assert [arm.blocks for arm in arms(shares, 512, 512)[1:4]] == [16, 6, 64]
     found = arms(settings, 64, 80)
     assert [(arm.policy, arm.pool, arm.blocks, arm.prefill) for arm in found[:2]] == [
         (None, None, 10, "bounded"),
@@ -173,9 +174,10 @@ def test_differences_are_held_against_lru_in_the_same_pool(record):
 
 
 def test_the_tables_name_every_arm(record):
-    found = tables.tables(record)
-    assert [len(table.rows) for table in found] == [11, 13, 8, 10, 23]
-    assert found[1].rows[-1][2] == "foresight" and found[0].rows[0][:3] == ("all", "11", "everything in the pool")
+    found = {name: rows(table) for name, table in parts(record).items()}
+    assert [len(table) for table in found.values()] == [11, 13, 8, 10, 23]
+    assert whole("policy", record, parts(record)) and found["restored"][-1][2] == "foresight"
+    assert found["bounded"][0][:3] == ("all", "11", "everything in the pool")
     with refused(StorageError, "storage.no-arm", "fifo"):
         record.arm("fifo", 0.5, "bounded")
 
@@ -185,9 +187,3 @@ def test_more_needles_than_there_are_are_refused(asks, planted, tmp_path):
     params = asks.model_copy(update={"kvstore": asks.kvstore.model_copy(update={"policy": many})})
     with refused(ParamsError, "params.too-few-needles", 99, 4):
         measure.measure(params, planted, tmp_path / "out.json")
-
-
-def test_another_file_is_no_record(tmp_path):
-    write_json(tmp_path / "other.json", {})
-    with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
-        read_record(tmp_path / "other.json", records.RECORD, "policy")

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvlab.core.errors import Fault, ParamsError, StorageError
+from kvlab.core.errors import Fault, ParamsError
 from kvlab_pipeline.studies.record import read_record
 from kvlab_pipeline.studies.restore import measure as measuring
-from kvlab_pipeline.studies.restore.promises import promises
-from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens
-from kvlab_pipeline.studies.restore.record import RestoreRecord, RestoreSettings, Speed, break_even
-from kvlab_pipeline.studies.restore.speed import timed, turns
-from kvlab_pipeline.studies.restore.stored import RAW, common
-from kvlab_pipeline.studies.restore.tables import tables
+from kvlab_pipeline.studies.restore.measure import RAW, common, joined, pool_of, shared_tokens, timed, turns
+from kvlab_pipeline.studies.restore.record import RestoreRecord, RestoreSettings, Speed, Unstored, break_even
+from kvlab_pipeline.studies.restore.tables import parts, promises
+from pipeline.studies.printed import rows, whole
 from refusals import refused
 
 pytestmark = pytest.mark.nightly  # a page that FINDINGS.md does not need, measured in two processes
@@ -102,7 +98,7 @@ def test_without_a_calibration_codecs_that_need_one_are_left_out_by_name(
 ):
     from kvlab.core.model import resolve
     from kvlab.kvstore.hf.model import PagedModel
-    from kvlab_pipeline.studies.restore.stored import ways
+    from kvlab_pipeline.studies.restore.measure import ways
 
     model = PagedModel.load(resolve(tiny_params.model))
     found, missing = ways(tiny_params, model, None, SMALL, 96)
@@ -118,7 +114,7 @@ def test_a_codec_of_whole_caches_is_stored_where_its_calibration_is(
     from kvlab.calibration import load as calibration
     from kvlab.kvstore.hf.model import PagedModel
     from kvlab.text import corpus
-    from kvlab_pipeline.studies.restore.stored import stored
+    from kvlab_pipeline.studies.restore.measure import stored
     from kvstore import archiving
 
     model, windows = PagedModel.load(hf_engine.info), corpus.load(tiny_windows, hf_engine.info.model_hash)
@@ -209,12 +205,15 @@ def test_the_ratio_is_of_medians_and_leaves_loading_out():
 
 
 def test_the_tables_hold_every_row_and_a_dash_for_what_was_not_seen(record):
-    found = {table.title: table for table in tables(record)}
-    assert len(found["Cold against warm"].rows) == 4 and len(found["Prefill"].rows) == 3
-    assert len(found["Loading, and the rival"].rows) == 4 and "Not measured" not in found
-    assert found["As they are against coded"].rows[0][:3] == (RAW, "1536", "32.0")
+    found = parts(record)
+    assert len(rows(found["agreements"])) == 4 and len(rows(found["prefill"])) == 3
+    assert len(rows(found["loading"])) == 4 and found["unstored"] is None
+    assert rows(found["stored"])[0][:3] == (RAW, "1536", "32.0")
+    assert "Not measured" not in whole("restore", record, found)
+    lacking = record.model_copy(update={"unstored": (Unstored(label="klt 2", reason="no components"),)})
+    assert "| klt 2 | no components |" in whole("restore", lacking, parts(lacking)).split("## Not measured")[1]
     never = record.model_copy(update={"speeds": (speed(200, 1.0, 1.0, 5.0, whole=1.0),)})
-    assert [row[1] for row in next(t for t in tables(never) if t.title == "Where restoring pays").rows] == ["–", "–"]
+    assert [row[1] for row in rows(parts(never)["break_even"])] == ["–", "–"]
 
 
 def unmet(record):
@@ -225,8 +224,7 @@ def test_promises_that_are_not_kept_are_said(record):
     fast = {"speeds": (speed(2000, 10.0, 1.0, 1.0),), "settings": SMALL.model_copy(update={"lengths": (2000,)})}
     kept = record.model_copy(update=fast)
     assert unmet(kept) == []
-    first = tables(kept)[0]
-    assert first.title == "Promises" and first.text == "All 5 promises are kept." and len(first.rows) == 5
+    assert parts(kept)["kept"] == "All 5 promises are kept." and len(rows(parts(kept)["promises"])) == 5
     one = kept.agreements[1].model_copy(update={"logits_equal": 1})
     pooled = kept.evicted[0].model_copy(update={"residency_equal": 0})
     slow = speed(2000, 10.0, 1.5, 1.0)
@@ -237,15 +235,16 @@ def test_promises_that_are_not_kept_are_said(record):
     assert len(said) == 5
     assert "logits of float32 in new process are equal for 1 of 2" in said[0] and "nothing was measured" in said[1]
     assert "policy lru" in said[2] and "6.67 times faster, due is 7.00" in said[3] and "tokens_differ" in said[4]
-    first = tables(kept.model_copy(update=changes))[0]
-    assert first.text == "**Of 5 promises 4 not kept and 1 not measured.**" and said[3] in first.rows[3][2]
+    found = parts(kept.model_copy(update=changes))
+    assert found["kept"] == "**Of 5 promises 4 not kept and 1 not measured.**"
+    assert said[3] in rows(found["promises"])[3][2]
 
 
 def test_a_promise_about_nothing_is_not_kept(record):
     assert [line for line in unmet(record) if "no reported length" in line]  # the longest prompt here has 160 tokens
-    assert [row[1] for row in tables(record)[0].rows] == ["kept", "kept", "kept", "not measured", "kept"]
+    assert [row[1] for row in rows(parts(record)["promises"])] == ["kept", "kept", "kept", "not measured", "kept"]
     bare = record.model_copy(update={"agreements": (), "evicted": (), "speeds": ()})
-    assert [row[1] for row in tables(bare)[0].rows] == ["not measured"] * 4 + ["kept"]
+    assert [row[1] for row in rows(parts(bare)["promises"])] == ["not measured"] * 4 + ["kept"]
 
 
 @pytest.mark.parametrize(
@@ -259,24 +258,6 @@ def test_a_promise_about_nothing_is_not_kept(record):
 def test_a_small_pool_promises_bits_and_that_it_was_small(record, change, words):
     one = record.evicted[0].model_copy(update=change)
     assert any(words in line for line in unmet(record.model_copy(update={"evicted": (one,)})))
-
-
-def test_another_file_is_no_record(tmp_path):
-    (tmp_path / "x.json").write_text("{}")
-    with refused(StorageError, "storage.no-record", tmp_path / "x.json"):
-        read_record(tmp_path / "x.json", RestoreRecord, "restore")
-
-
-def test_the_page_needs_no_torch():
-    program = (
-        "import sys, kvlab_pipeline.studies.restore.tables, kvlab_pipeline.studies.restore.record;"
-        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    )
-    source = Path(__file__).parents[3] / "src"
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(source)}
-    )
-    assert answer.stdout.strip() == "[]", answer.stderr
 
 
 def test_threads_are_those_of_the_parameters(record):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from kvlab.output.format import estimate
 from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.rendering import tables
-from kvlab_pipeline.studies.bitplanes.tables import spread
 
 FOUND = Estimate(0.95, 0.8, 1.1, 12, 99, "bca").within(0.0, 1.0)
 
@@ -46,8 +45,3 @@ def test_an_interval_ends_where_the_quantity_does():
     assert (FOUND.value, FOUND.low, FOUND.high) == (0.95, 0.8, 1.0)
     assert estimate(FOUND, 100) == "95 [80, 100]" and estimate(None) == "–"
     assert estimate(FOUND, signed=True) == "+0.95 [+0.80, +1.00]"
-
-
-def test_the_median_of_an_even_number_lies_between():
-    assert spread([4.0, 1.0, 3.0, 2.0]) == ("1.00", "2.50", "4.00")
-    assert spread([2.0]) == ("2.00", "2.00", "2.00") and spread([]) == ("–", "–", "–")

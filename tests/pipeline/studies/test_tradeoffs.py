@@ -15,6 +15,7 @@ from kvlab_pipeline.studies.tradeoffs import tables
 from kvlab_pipeline.studies.tradeoffs.arms import FULL, CacheShape, arms, kept_at, rank_at, recipes_of
 from kvlab_pipeline.studies.tradeoffs.measure import measure, refuse
 from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
+from pipeline.studies.printed import whole
 from refusals import refused
 from text.test_needles import with_changes
 
@@ -127,10 +128,24 @@ class TestARun:
         assert all(f"`{one.name}`" in said for one in found.arms)
         assert (tmp_path / f"{found.model}.svg").read_text().count("<svg") == 1
         assert f"]({found.model}.svg)" in said
+        assert whole("tradeoffs", found, tables.parts(found))
         drawn = tables.figure(found)
         assert len(drawn.marks) == 2 * (len(found.arms) + len(found.drafted))
 
-    def test_a_record_of_something_else_is_refused(self, written, tmp_path):
+    def test_a_model_is_named_once(self, written, tmp_path):
+        with refused(UserError, None, "reference"):
+            page.write("tradeoffs", [written, written], tmp_path / "REPORT.md")
+        assert not list(tmp_path.iterdir())
+
+    def test_several_models_have_a_heading_each(self, found):
+        other = found.model_copy(update={"provenance": found.provenance.model_copy(update={"model": "other"})})
+        said = page.rendered("tradeoffs", [found, other], {}).splitlines()
+        assert [line for line in said if line.startswith("## ")] == [f"## {found.model}", "## other"]
+        alone = page.rendered("tradeoffs", [found], {}).splitlines()
+        sections = [line.removeprefix("#") for line in said if line.startswith("### ")]
+        assert sections == 2 * [line for line in alone if line.startswith("## ")]
+
+    def test_a_record_without_its_arms_is_refused(self, written, tmp_path):
         other = read_json(written)
         del other["arms"]
         write_json(tmp_path / "other.json", other)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from kvlab.core.errors import CapabilityError
 from kvlab_pipeline.studies.bitplanes.record import Basis
 
 NORM_BITS = 16
+FULL_BITS = 16  # a number of K that is kept whole, as caches are stored
 PUBLISHED_GROUP, SLIPPED_GROUP = 128, 32  # of its table, and of the norms that were used with it
 ROTATION_SEED = 0
 MEAN_SIZE = (2 / torch.pi) ** 0.5  # of a number of N(0, 1)
@@ -57,10 +59,10 @@ class PlanesVariant:
         return None if self.bits is None else self.bits * head_dim + (NORM_BITS * head_dim / width if width else 0)
 
 
-def arms(groups: tuple[int, ...], full_bits: int) -> list[PlanesVariant]:
+def arms(groups: tuple[int, ...]) -> list[PlanesVariant]:
     """Random, sign, sign and norm, top two bits, three bits, and the keys themselves."""
     grouped = [
-        PlanesVariant(name, bits, _with(read, group), group)
+        PlanesVariant(name, bits, partial(read, group=group), group)
         for name, bits, read in (("sign + norm", 1, sign_and_norm), ("top 2 bits", 2, top_two), ("3 bits", 3, three))
         for group in groups
     ]
@@ -68,20 +70,17 @@ def arms(groups: tuple[int, ...], full_bits: int) -> list[PlanesVariant]:
         PlanesVariant("random", None, None),
         PlanesVariant("sign", 1, signs),
         *grouped,
-        PlanesVariant("full", full_bits, lambda k: k),
+        PlanesVariant("full", FULL_BITS, lambda keys: keys),
     ]
 
 
 def controls() -> list[PlanesVariant]:
-    """Two mistakes of the published study: its two lower bits, and norms of 32 under the table of 128."""
+    """Mistakes of the published study: its two lower bits, norms of 32 under the table of 128, and another head."""
     return [
-        PlanesVariant("low 2 bits", 2, _with(low_two, PUBLISHED_GROUP), PUBLISHED_GROUP),
+        PlanesVariant("low 2 bits", 2, partial(low_two, group=PUBLISHED_GROUP), PUBLISHED_GROUP),
         PlanesVariant("3 bits, table of 128", 3, mismatched, SLIPPED_GROUP),
+        PlanesVariant("full, KV head 0", FULL_BITS, lambda keys: keys[:1].expand_as(keys)),
     ]
-
-
-def _with(read: Callable[[Tensor, int], Tensor], group: int) -> Callable[[Tensor], Tensor]:
-    return lambda keys: read(keys, group)
 
 
 def turned(x: Tensor, basis: Basis) -> Tensor:

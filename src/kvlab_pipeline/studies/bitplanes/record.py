@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from kvlab.core.codec_settings import Frozen
 from kvlab.stats.bootstrap import Estimate
-from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
+from kvlab_pipeline.studies.kvstore_params import BitplanesStudy
 from kvlab_pipeline.studies.record import StudyRecord
 
 Basis = Literal["rotated", "raw"]
+COMPARED = 0.1  # the budget, or the nearest to it, at which arms and heads are held against each other
+
+
+def compared_at(budgets: Sequence[float]) -> int:
+    """Which of the budgets that is."""
+    return min(range(len(budgets)), key=lambda i: abs(budgets[i] - COMPARED))
 
 
 class ArmQuantity(Frozen):

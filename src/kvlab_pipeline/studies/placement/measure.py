@@ -1,9 +1,17 @@
-"""The same texts with their chunks in blocks in many orders: read in logical order, and as the blocks lie."""
+"""The same texts with their chunks in blocks in many orders: read in logical order, and as the blocks lie.
+
+Two runs over the same tokens may not agree to the bit: by rounding, or by a bug at the seam. Attention that sums the
+same numbers in another order rounds otherwise, and where two tokens are as good as tied the other one may come out.
+That is no bug, and it is the excuse of every bug. What tells them apart is known beforehand: the lead that the
+reference run's token had, against how far such rounding moves logits at all. The latter has to be measured on other
+runs than those that are judged, for of a run's own largest difference every flip is within reach.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,21 +21,24 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvlab.codecs.shared.seeding import generator
-from kvlab.core.errors import CapabilityError, ParamsError
+from kvlab.core.errors import CapabilityError, Fault, ParamsError
 from kvlab.core.model import check_window, resolve
 from kvlab.core.params import Params
-from kvlab.core.records import Provenance, forget, versions, write_json
+from kvlab.core.records import forget, write_json
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import same_bits
 from kvlab.text import corpus
-from kvlab_pipeline.studies.placement.params import PlacementStudy
-from kvlab_pipeline.studies.placement.record import Logical, PlacementRecord, PlantedControl, RunVerdict
-from kvlab_pipeline.studies.placement.verdict import FACTOR, Binned, comparable, flips, judge, leads
+from kvlab_pipeline.jobs.measure import provenance
+from kvlab_pipeline.studies.kvstore_params import PlacementStudy
+from kvlab_pipeline.studies.placement.record import Logical, Margins, PlacementRecord, PlantedControl, RunVerdict
 
 SEED = 0
 TIES = 10  # orders in which the constructed tie is read
+FACTOR = 4.0  # times the noise that was seen: two runs may each be off by it, and it was seen a few times only
+EDGES = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of leads, in logits
+APART = 1e-6  # standard deviation of what two tied rows of the output projection differ by
 
 
 class Text(NamedTuple):
@@ -51,12 +62,8 @@ class Runs:
     def __init__(self, model: PagedModel, settings: PlacementStudy, context: int):
         self.model, self.decode = model, settings.decode
         size = settings.chunk_tokens
-        self.config = PagerConfig(self.blocks_for(context + settings.decode, size) * size, size)
-
-    @staticmethod
-    def blocks_for(tokens: int, size: int) -> int:
-        """Blocks for so many tokens, and no fewer than the pager's floor."""
-        return max(-(-tokens // size), PagerConfig(1 << 20, 1).floor_tokens)
+        blocks = max(-(-(context + settings.decode) // size), PagerConfig(1 << 20, 1).floor_tokens)
+        self.config = PagerConfig(blocks * size, size)
 
     def logits(self, ids: list[int], order: str = "logical", blocks: Sequence[int] | None = None) -> Tensor:
         """float32 [context + decode - 1, vocab]: the last row of the context is the first that is decoded from."""
@@ -91,14 +98,7 @@ def measure(params: Params, windows_path: Path, out: Path) -> None:
     texts = [Text(ids, runs.logits(ids)) for ids in contexts]
     found = compared(runs, texts, orders(settings.orders, runs.config.blocks))
     record = PlacementRecord(
-        provenance=Provenance(
-            model=info.slug,
-            model_hash=info.model_hash,
-            corpus_hash=windows.corpus_hash,
-            calibration={},
-            versions=versions(),
-            device=model.device,
-        ),
+        provenance=provenance(info, windows, {}),
         settings=settings,
         dtype=params.kvstore.dtype,
         context=windows.context,
@@ -119,18 +119,22 @@ def orders(count: int, blocks: int) -> list[list[int]]:
 
 def compared(runs: Runs, texts: Sequence[Text], given: Sequence[Sequence[int]]) -> dict:
     """Every order on one of the texts, read both ways; the first half says how large the noise is."""
-    half, binned = len(given) // 2, Binned()
-    logical, slot, judged, noise = [], [], [], 0.0
+    half, noise = len(given) // 2, 0.0
+    logical, slot, judged, led, flipped = [], [], [], [], []
     for number, order in enumerate(tqdm(given, desc="placement", unit="order")):
         text = texts[number % len(texts)]
-        logical.append(difference(text, runs.logits(text.ids, "logical", order)))
-        other = runs.logits(text.ids, "slot", order)
-        slot.append(difference(text, other))
+        reference, fixed = text.reference, len(text.ids)
+        for way, moved in (("logical", logical), ("slot", slot)):
+            other = runs.logits(text.ids, way, order)
+            moved.append((difference(reference, other, fixed), not same_bits(reference, other)))
         if number < half:
             noise = max(noise, slot[-1][0])
-        else:
-            judged.append(judge(text.reference, other, FACTOR * noise, len(text.ids)))
-            binned.add(text.reference, other, len(text.ids))
+            continue
+        judged.append(judge(reference, other, FACTOR * noise, fixed))
+        flips_here = flips(reference, other)
+        end = comparable(flips_here, fixed)
+        led.append(leads(reference[:end]))
+        flipped.append(flips_here[:end])
     return {
         "noise": noise,
         "limit": FACTOR * noise,
@@ -138,15 +142,8 @@ def compared(runs: Runs, texts: Sequence[Text], given: Sequence[Sequence[int]]) 
         "logical": counted(logical),
         "slot": counted(slot),
         "judged": judged,
-        "margins": list(binned.margins()),
+        "margins": margins(torch.cat(led), torch.cat(flipped)),
     }
-
-
-def difference(text: Text, other: Tensor) -> tuple[float, bool]:
-    """The largest difference of a logit after the same tokens, and whether any bit differs."""
-    end = comparable(flips(text.reference, other), len(text.ids))
-    moved = float((text.reference[:end].double() - other[:end].double()).abs().max())
-    return moved, not same_bits(text.reference, other)
 
 
 def counted(found: Sequence[tuple[float, bool]]) -> Logical:
@@ -195,9 +192,82 @@ def control(name: str, expected: str, verdicts: Sequence[RunVerdict]) -> Planted
     )
 
 
-# A near tie and a seam bug, made on purpose: what the verdict on them has to be is known.
+# The verdict on two runs.
 
-APART = 1e-6  # standard deviation of what two tied rows of the output projection differ by
+
+def judge(reference: Tensor, other: Tensor, limit: float, fixed: int) -> RunVerdict:
+    """What to call the difference of two runs.
+
+    A ``seam bug`` is a flip of a token that led by more than the limit, or a logit that is off by more than the limit
+    at all; a ``near tie`` is any other flip.
+
+    Parameters
+    ----------
+    reference, other : Tensor
+        Logits [rows, vocab] after the same tokens.
+    limit : float
+        How far rounding moves logits, with a margin.
+    fixed : int
+        The first rows, which are after given tokens in both runs. The others were decoded: from the first flip on
+        they are after other tokens, and are not compared.
+
+    Raises
+    ------
+    Fault
+        When the runs have not as many rows, or there are none.
+    """
+    if reference.shape != other.shape or not len(reference):
+        raise Fault(
+            f"{list(reference.shape)} logits cannot be held against {list(other.shape)}", code="fault.other-shape"
+        )
+    flipped = flips(reference, other)
+    where = flipped[: comparable(flipped, fixed)].nonzero()[:, 0].tolist()
+    led = leads(reference[where]).tolist() if where else []
+    moved = difference(reference, other, fixed)
+    bug = moved > limit or any(lead > limit for lead in led)
+    return RunVerdict(
+        kind="seam bug" if bug else "near tie" if where else "same",
+        flips=len(where),
+        first=where[0] if where else None,
+        margin=led[0] if where else None,
+        widest=max(led, default=None),
+        largest=moved,
+    )
+
+
+def difference(reference: Tensor, other: Tensor, fixed: int) -> float:
+    """The largest difference of a logit after the same tokens."""
+    end = comparable(flips(reference, other), fixed)
+    return float((reference[:end].double() - other[:end].double()).abs().max())
+
+
+def flips(reference: Tensor, other: Tensor) -> Tensor:
+    """bool [rows]: where the most likely token is another one."""
+    return reference.argmax(-1) != other.argmax(-1)
+
+
+def comparable(flipped: Tensor, fixed: int) -> int:
+    """Rows after the same tokens: the fixed ones, and decoded ones up to the first flip, which is one of them."""
+    free = flipped[fixed:].nonzero()[:, 0].tolist()
+    return fixed + free[0] + 1 if free else len(flipped)
+
+
+def leads(logits: Tensor) -> Tensor:
+    """By how much the most likely token leads the next one, float64 [rows]."""
+    top = logits.double().topk(2, dim=-1).values
+    return top[:, 0] - top[:, 1]
+
+
+def margins(led: Tensor, flipped: Tensor, edges: Sequence[float] = EDGES) -> list[Margins]:
+    """Compared rows and their flips, both [rows], by the lead of the reference run; the last bin is open."""
+    found = []
+    for low, high in pairwise([*edges, None]):
+        inside = (led >= low) & (led < (torch.inf if high is None else high))
+        found.append(Margins(low=low, high=high, rows=int(inside.sum()), flips=int((inside & flipped).sum())))
+    return found
+
+
+# A near tie and a seam bug, made on purpose: what the verdict on them has to be is known.
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvlab.core.codec_settings import Frozen
-from kvlab_pipeline.studies.placement.params import PlacementStudy
+from kvlab_pipeline.studies.kvstore_params import PlacementStudy
 from kvlab_pipeline.studies.record import StudyRecord
 
 Kind = Literal["same", "near tie", "seam bug"]

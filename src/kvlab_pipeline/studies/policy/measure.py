@@ -10,25 +10,28 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from kvlab.core.errors import ParamsError
 from kvlab.core.model import check_window, resolve
 from kvlab.core.params import Params
 from kvlab.core.records import forget, versions, write_json
+from kvlab.engines.hooks import installed
 from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.hf.queries import LastQueries, attention_mass
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot import read as snapshots
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.text import needles
 from kvlab.text.needles import Needle
-from kvlab_pipeline.studies.policy.asking import ask, columns
-from kvlab_pipeline.studies.policy.params import PolicyStudy
+from kvlab_pipeline.studies.kvstore_params import PolicyStudy
 from kvlab_pipeline.studies.policy.record import (
     FORESIGHT,
     REFERENCE,
@@ -104,23 +107,16 @@ def measure(params: Params, needles_path: Path, out: Path) -> None:
 
 def arms(settings: PolicyStudy, context: int, longest: int) -> list[PolicyVariant]:
     """The whole context first; then every policy in every pool, prefilled in both ways."""
-    room = -(-longest // settings.chunk_tokens)
+    size = settings.chunk_tokens
     floor = settings.sink_chunks + settings.tail_chunks + 2  # of the pager, had the context fewer chunks
-    pools = [(share, config(settings, blocks_of(settings, share, context)).blocks) for share in settings.pools]
-    return [
-        PolicyVariant(None, None, max(room, floor), "bounded"),
-        *(
-            PolicyVariant(policy, *pool, prefill)
-            for prefill in ("bounded", "restored")
-            for pool in pools
-            for policy in (*settings.policies, *([FORESIGHT] if prefill == "restored" else []))
-        ),
-    ]
-
-
-def blocks_of(settings: PolicyStudy, share: float, context: int) -> int:
-    """Chunks in a share of the context, rounded down; a hair below a whole number is rounding."""
-    return int(share * context / settings.chunk_tokens + 1e-9)
+    found = [PolicyVariant(None, None, max(-(-longest // size), floor), "bounded")]
+    for prefill in ("bounded", "restored"):
+        for share in settings.pools:
+            # Chunks in a share of the context, rounded down; a hair below a whole number is rounding.
+            blocks = config(settings, int(share * context / size + 1e-9)).blocks
+            policies = [*settings.policies, *([FORESIGHT] if prefill == "restored" else [])]
+            found += [PolicyVariant(policy, share, blocks, prefill) for policy in policies]
+    return found
 
 
 def config(settings: PolicyStudy, blocks: int) -> PagerConfig:
@@ -169,11 +165,11 @@ def summary(
     arm: PolicyVariant, answers: dict[PolicyVariant, list[NeedleResult]], depths: Sequence[float], bootstrap: Bootstrap
 ) -> PolicyArm:
     """An arm's means with their intervals over needles, and its differences to the reference policy."""
-    mine = by_item(answers[arm])
+    mine = columns(answers[arm])
     reference = arm._replace(policy=REFERENCE)
     against = None
     if arm.policy not in (None, REFERENCE) and reference in answers:
-        theirs = by_item(answers[reference])
+        theirs = columns(answers[reference])
         against = Against(**{name: bootstrap.difference(mine[name], theirs[name]) for name in Against.model_fields})
     return PolicyArm(
         **arm._asdict(),
@@ -186,10 +182,13 @@ def summary(
     )
 
 
-def by_item(results: Sequence[NeedleResult]) -> dict[str, Column]:
-    """Numbers of the items as columns, an item a window: each has a text of its own."""
-    place = np.arange(len(results))
-    return {name: Column.of(place, place, values) for name, values in columns(results).items()}
+def columns(items: Sequence[NeedleResult]) -> dict[str, Column]:
+    """Every number of the items as a column, an item a window: each has a text of its own."""
+    place = np.arange(len(items))
+    return {
+        name: Column.of(place, place, np.array([getattr(item, name) for item in items], dtype=np.float64))
+        for name in NeedleResult.model_fields
+    }
 
 
 def thirds(results: Sequence[NeedleResult], depths: Sequence[float]) -> tuple[Third, ...]:
@@ -200,3 +199,101 @@ def thirds(results: Sequence[NeedleResult], depths: Sequence[float]) -> tuple[Th
         inside = [one.found for one, place in zip(results, where, strict=True) if place == third]
         found.append(Third(low=third / THIRDS, high=(third + 1) / THIRDS, items=len(inside), found=sum(inside)))
     return tuple(found)
+
+
+# One needle, one run: the question token by token, the answer greedily, and what of the attention the pool kept.
+
+
+class WatchedRun:
+    """A run whose forwards of one token are watched.
+
+    Parameters
+    ----------
+    run : PagedRun
+        After the context.
+    reference : sequence of Tensor, optional
+        The `masses` of a run that had everything in its pool, forward by forward; its own where it is that run.
+    ahead : bool
+        The pool is chosen by the reference's attention at the very token that is to be computed.
+
+    Attributes
+    ----------
+    masses : list of Tensor
+        float64 [chunks] a forward: the attention that its token would pay to each chunk were all of them there.
+    shares : list of float
+        How much of the reference's attention lay on chunks in the pool.
+    """
+
+    def __init__(self, run: PagedRun, reference: Sequence[Tensor] | None = None, ahead: bool = False):
+        self.run, self.ahead, self.queries = run, ahead, LastQueries(run.model)
+        self.masses: list[Tensor] = []
+        self.reference = self.masses if reference is None else reference
+        self.shares: list[float] = []
+        self.resident: tuple[int, ...] = ()
+
+    def forward(self, token: int) -> int:
+        """Feed one token; the most likely one after it."""
+        number, pager = len(self.shares), self.run.pager
+        if self.ahead:
+            pager.set_scores(self.reference[number][: pager.sealed].tolist())
+            pager.reselect()
+        with self.queries.watching(), installed([(self.run.model.model, self._note)], before=True):
+            logits = self.run.extend([token])
+        if self.reference is self.masses:
+            self.masses.append(self._mass())
+        self.shares.append(float(self.reference[number][list(self.resident)].sum()))
+        return int(logits.argmax())
+
+    def _note(self, *_: object) -> None:
+        # the pool as attention reads it: places are made before the forward, and the pool is chosen anew after it
+        self.resident = self.run.pager.resident
+
+    def _mass(self) -> Tensor:
+        run = self.run
+        queries = self.queries.at(len(run.tokens) - 1)
+        return attention_mass(queries, run.keys(), run.pager.geometry.chunk_tokens, run.model.scaling)
+
+
+def ask(
+    run: PagedRun, needle: Needle, reference: Sequence[Tensor] | None = None, ahead: bool = False
+) -> tuple[NeedleResult, Sequence[Tensor]]:
+    """Ask a run that stands after the context.
+
+    The answer is found when greedy decoding writes all of its tokens. The pool is chosen anew as the run's policy and
+    its `every` say; the question comes token by token, so that a policy has seen its beginning when the answer is
+    computed.
+
+    Parameters
+    ----------
+    run : PagedRun
+    needle : Needle
+    reference, ahead
+        See `WatchedRun`.
+
+    Returns
+    -------
+    NeedleResult, sequence of Tensor
+        And the reference's masses.
+    """
+    seen, before = WatchedRun(run, reference, ahead), run.pager.stats.page_ins
+    written = [seen.forward(token) for token in needle.question][-1:]
+    chunks = planted_chunks(needle, run.pager.geometry.chunk_tokens)
+    held = len(chunks & set(seen.resident)) / len(chunks)
+    while len(written) < len(needle.answer):
+        written.append(seen.forward(written[-1]))
+    asked = len(needle.question)
+    answer = NeedleResult(
+        found=written == list(needle.answer),
+        question=fmean(seen.shares[:asked]),
+        answer=fmean(seen.shares[asked - 1 :]),  # the question's last token computes the first of the answer
+        held=held,
+        page_ins=run.pager.stats.page_ins - before,
+    )
+    return answer, seen.reference
+
+
+def planted_chunks(needle: Needle, chunk_tokens: int) -> set[int]:
+    """Chunks that hold the planted key or its value; the line's end after them is left out."""
+    first = round(needle.depth * len(needle.context))
+    last = first + len(needle.question) + len(needle.answer) - 1
+    return set(range(first // chunk_tokens, last // chunk_tokens + 1))

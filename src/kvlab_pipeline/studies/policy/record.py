@@ -7,7 +7,7 @@ from typing import Literal
 from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import StorageError
 from kvlab.stats.bootstrap import Estimate
-from kvlab_pipeline.studies.policy.params import PolicyStudy
+from kvlab_pipeline.studies.kvstore_params import PolicyStudy
 
 Prefill = Literal["bounded", "restored"]
 REFERENCE = "lru"  # the policy that the others are held against

@@ -13,12 +13,11 @@ from kvlab.core.codec_settings import Frozen
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
 from kvlab.stats.bootstrap import Estimate
+from kvlab_pipeline.studies.kvstore_params import Counted, Storable
 from kvlab_pipeline.studies.record import StudyRecord
-from kvlab_pipeline.studies.restore.params import Storable
 
 SHORTER = (64, 128, 256)
 CODED_WINDOWS, CODED_CHUNK = 8, 64
-Count = Annotated[int, Field(ge=1)]
 Times = Annotated[tuple[float, ...], Field(min_length=1)]
 """Milliseconds, one a round."""
 
@@ -61,8 +60,8 @@ class RestoreSettings(Frozen):
     decode: int = Field(default=64, ge=1)
     chunk_tokens: int = Field(default=32, ge=1)
     suffix: int = Field(default=96, ge=1)
-    lengths: tuple[Count, ...] = Field(default=(512, 1024, 2048), min_length=1)
-    shorter: tuple[Count, ...] = SHORTER
+    lengths: tuple[Counted, ...] = Field(default=(512, 1024, 2048), min_length=1)
+    shorter: tuple[Counted, ...] = SHORTER
     rounds: int = Field(default=7, ge=1)
     policies: tuple[str, ...] = ("lru", "qk", "oracle", "random", "sign_bit")
     pool: float = Field(default=0.5, gt=0, le=1)

@@ -1,74 +1,116 @@
-"""The tables of RESTORE.md. Torch-free."""
+"""The tables of RESTORE.md, and whether a record keeps what restoring promises. Torch-free."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvlab.output.format import DASH, estimate, number, percent
 from kvlab_pipeline.rendering import tables as cols
-from kvlab_pipeline.rendering.tables import Column, TitledTable
-from kvlab_pipeline.studies.restore import promises
-from kvlab_pipeline.studies.restore.record import RestoreRecord, break_even
+from kvlab_pipeline.rendering.tables import Column, table_if_any
+from kvlab_pipeline.studies.restore.record import Evicted, RestoreRecord, RunAgreement, Speed, break_even
 
-TITLE = "Restoring a context from a snapshot"
-ABOUT = """\
-A snapshot holds the KV cache of a context's whole chunks. A prompt that begins as the context did takes them from the
-file and computes the rest. This page asks whether the answer is the same, what that saves, what it costs to load, and
-what becomes of it when K and V are stored coded. Times are of this machine and change from run to run; everything else
-does not."""
+LEAST_SHARE = 0.7  # of the ideal ratio, which a restore of 90 % of a prompt has to reach
+LEAST_REUSE, LEAST_LENGTH = 0.9, 1000
+KEPT, BROKEN, OPEN = "kept", "not kept", "not measured"
 
 
-def tables(record: RestoreRecord) -> list[TitledTable]:
-    """What the page says, in its order."""
-    found = [
-        promises.table(record),
-        _harness(record),
-        _identity(record),
-        _evicted(record),
-        _prefill(record),
-        _load(record),
-        _break_even(record),
-    ]
-    found.append(_stored(record))
-    if record.unstored:
-        columns = {"codec": cols.text("label"), "why": cols.text("reason")}
-        found.append(TitledTable("Not measured", "", columns, record.unstored))
-    return found
-
-
-def _harness(record: RestoreRecord) -> TitledTable:
-    found = record.harness
-    text = (
-        f"Three arms answer one prompt of {found.length} tokens in turn, {found.repeats} times each: without a"
-        " snapshot, from one, and both ways at once. It passes only where every arm repeats itself and all give the"
-        " same tokens, the arm with a snapshot really used it and the one without none, no time is missing, and two"
-        " controls, the snapshot with one bit flipped and the snapshot of another prompt, were refused for just that."
-        " The speed-up is that of the prefill alone, and is withheld unless the outcome is `pass`."
-    )
-    columns = {
-        "outcome": cols.text("outcome"),
-        "tokens restored": cols.number("prefix_len"),
-        "speed-up": cols.number("speedup"),
-        "reasons": lambda one: "; ".join(one.reasons) or DASH,
+def parts(record: RestoreRecord) -> dict[str, str | None]:
+    """What the template places, by name."""
+    found = promises(record)
+    counts = {state: sum(one.state == state for one in found) for state in (BROKEN, OPEN)}
+    unkept = " and ".join(f"{count} {state}" for state, count in counts.items() if count)
+    reported = [speed for speed in record.speeds if speed.length in record.settings.lengths]
+    rivals = {"prefill chunk by chunk": "cold", "one forward": "whole"}
+    stored = sorted(record.stored, key=lambda way: (way.recipe is not None, -way.bits_per_value, way.label))
+    return {
+        "kept": f"**Of {len(found)} promises {unkept}.**" if unkept else f"All {len(found)} promises are kept.",
+        "due": percent(LEAST_SHARE, 0),
+        "promises": table_if_any(
+            found,
+            {
+                "promise": cols.text("text"),
+                "outcome": cols.text("state"),
+                "why": lambda one: "; ".join(one.lines) or DASH,
+            },
+        ),
+        "harness": table_if_any(
+            [record.harness],
+            {
+                "outcome": cols.text("outcome"),
+                "tokens restored": cols.number("prefix_len"),
+                "speed-up": cols.number("speedup"),
+                "reasons": lambda one: "; ".join(one.reasons) or DASH,
+            },
+        ),
+        "agreements": table_if_any(
+            record.agreements,
+            {
+                "dtype": cols.text("dtype"),
+                "process": cols.text("process"),
+                "tokens restored": cols.number("prefix_len"),
+                "answers equal": _of_prompts("tokens_equal"),
+                "logits equal": _of_prompts("logits_equal"),
+            },
+        ),
+        "evicted": table_if_any(
+            record.evicted,
+            {
+                "policy": cols.text("policy"),
+                "restored": _of_prompts("restored"),
+                "chunks paged out": cols.number("page_outs"),
+                "answers equal": _of_prompts("tokens_equal"),
+                "same chunks resident": _of_prompts("residency_equal"),
+                "largest difference": cols.number("max_abs_dlogit"),
+            },
+        ),
+        "prefill": table_if_any(
+            reported,
+            {
+                "tokens": cols.number("length"),
+                "reuse": lambda one: percent(one.reuse),
+                "cold ms": _median("cold_ms"),
+                "warm ms": _median("warm_ms"),
+                "cold / warm": lambda one: (
+                    f"{number(one.ratio)} [{number(min(one.by_round))}, {number(max(one.by_round))}]"
+                ),
+                "ideal": cols.number("ideal"),
+                "share of the ideal": lambda one: percent(one.ratio / one.ideal, 0),
+            },
+        ),
+        "loading": table_if_any(
+            record.speeds,
+            {
+                "tokens": cols.number("length"),
+                "file bytes": cols.number("file_bytes"),
+                "bytes read": cols.number("bytes_read"),
+                "save ms": cols.number("save_ms"),
+                "load ms": _median("load_ms"),
+                "one forward ms": _median("whole_ms"),
+                "against cold": lambda one: f"{number(statistics.median(one.cold_ms) / one.restore_ms)} ×",
+                "against one": lambda one: f"{number(statistics.median(one.whole_ms) / one.restore_ms)} ×",
+            },
+        ),
+        "break_even": table_if_any(
+            rivals,
+            {"against": str, "from tokens": lambda name: number(break_even(record.speeds, rivals[name]))},
+        ),
+        "stored": table_if_any(
+            stored,
+            {
+                "payload": cols.text("label"),
+                "bytes/token": cols.number("bytes_per_token", 4),
+                "bits/value": cols.number("bits_per_value"),
+                "save ms": _median("save_ms"),
+                "load ms": _median("load_ms"),
+                "KL": cols.estimate("kl"),
+                "same top token": lambda way: f"{estimate(way.top1_agreement, scale=100)} %",
+                "equal tokens": cols.number("greedy"),
+            },
+        ),
+        "unstored": table_if_any(record.unstored, {"codec": cols.text("label"), "why": cols.text("reason")}),
     }
-    return TitledTable("Verdict", text, columns, [found])
-
-
-def _identity(record: RestoreRecord) -> TitledTable:
-    text = (
-        f"{record.settings.prompts} prompts of {record.settings.prompt_tokens} tokens, each answered cold and from a"
-        f" snapshot of all but its last {record.settings.suffix}, cut down to whole chunks of"
-        f" {record.settings.chunk_tokens}. Equal logits are equal bits, after the prompt and after every token of"
-        " the answer. The new process loads the model itself and knows nothing but the files."
-    )
-    columns = {
-        "dtype": cols.text("dtype"),
-        "process": cols.text("process"),
-        "tokens restored": cols.number("prefix_len"),
-        "answers equal": _of_prompts("tokens_equal"),
-        "logits equal": _of_prompts("logits_equal"),
-    }
-    return TitledTable("Cold against warm", text, columns, record.agreements)
 
 
 def _of_prompts(name: str) -> Column:
@@ -76,98 +118,84 @@ def _of_prompts(name: str) -> Column:
     return lambda one: f"{getattr(one, name)} of {one.prompts}"
 
 
-def _evicted(record: RestoreRecord) -> TitledTable:
-    text = (
-        f"The same in a pool of {percent(record.settings.pool, 0)} of the prompt, where chunks have to go while it is"
-        " read: the snapshot was made in such a pool, and carries scores and clock, so that the warm run evicts what"
-        " the cold one does."
-    )
-    columns = {
-        "policy": cols.text("policy"),
-        "restored": _of_prompts("restored"),
-        "chunks paged out": cols.number("page_outs"),
-        "answers equal": _of_prompts("tokens_equal"),
-        "same chunks resident": _of_prompts("residency_equal"),
-        "largest difference": cols.number("max_abs_dlogit"),
-    }
-    return TitledTable("In a small pool", text, columns, record.evicted)
-
-
-def _prefill(record: RestoreRecord) -> TitledTable:
-    text = (
-        "Cold over warm, medians of the rounds, loading left out; the ideal is 1 / (1 - reuse), as if every token"
-        " were as dear as every other. A later token costs more than an earlier one, and a forward costs something"
-        f" however short it is, so the ideal is not reached; due is {percent(promises.LEAST_SHARE, 0)} of it. In"
-        " brackets stand the least and the greatest round."
-    )
-    columns = {
-        "tokens": cols.number("length"),
-        "reuse": lambda one: percent(one.reuse),
-        "cold ms": _median("cold_ms"),
-        "warm ms": _median("warm_ms"),
-        "cold / warm": lambda one: f"{number(one.ratio)} [{number(min(one.by_round))}, {number(max(one.by_round))}]",
-        "ideal": cols.number("ideal"),
-        "share of the ideal": lambda one: percent(one.ratio / one.ideal, 0),
-    }
-    speeds = [speed for speed in record.speeds if speed.length in record.settings.lengths]
-    return TitledTable("Prefill", text, columns, speeds)
-
-
 def _median(name: str) -> Column:
     """Of some times."""
     return lambda one: number(statistics.median(getattr(one, name)))
 
 
-def _load(record: RestoreRecord) -> TitledTable:
-    text = (
-        "What the warm run pays on top, and the rival that cuts nothing: one forward over the whole prompt into"
-        " transformers' own cache. The last two columns are what a user waits for, loading included."
-    )
-    columns = {
-        "tokens": cols.number("length"),
-        "file bytes": cols.number("file_bytes"),
-        "bytes read": cols.number("bytes_read"),
-        "save ms": cols.number("save_ms"),
-        "load ms": _median("load_ms"),
-        "one forward ms": _median("whole_ms"),
-        "against cold": lambda one: f"{number(statistics.median(one.cold_ms) / one.restore_ms)} ×",
-        "against one": lambda one: f"{number(statistics.median(one.whole_ms) / one.restore_ms)} ×",
-    }
-    return TitledTable("Loading, and the rival", text, columns, record.speeds)
+class Promise(NamedTuple):
+    """One promise: what it says, what became of it, and why that is not `KEPT`."""
+
+    text: str
+    state: str
+    lines: tuple[str, ...]
 
 
-def _break_even(record: RestoreRecord) -> TitledTable:
-    measured = sorted(speed.length for speed in record.speeds)
-    text = (
-        f"The shortest of the measured lengths ({', '.join(map(str, measured))}) from which on loading and prefilling"
-        " the rest takes less than computing all of it; a dash where no such length was seen."
-    )
-    columns = {
-        "against": lambda row: row[0],
-        "from tokens": lambda row: number(break_even(record.speeds, row[1])),
-    }
-    rivals = [("prefill chunk by chunk", "cold"), ("one forward", "whole")]
-    return TitledTable("Where restoring pays", text, columns, rivals)
+def promises(record: RestoreRecord) -> list[Promise]:
+    """Every promise of the study, with what the record makes of it; a promise about nothing measured is not kept."""
+    high = [one for one in record.agreements if one.dtype == "float32"]
+    low = [one for one in record.agreements if one.dtype != "float32"]
+    long = [
+        speed
+        for speed in record.speeds
+        if speed.length in record.settings.lengths and speed.length >= LEAST_LENGTH and speed.reuse >= LEAST_REUSE
+    ]
+    faster = f"the rest of a prompt of {LEAST_LENGTH} tokens or more, {percent(LEAST_REUSE, 0)} of it restored,"
+    return [
+        _promise("float32: a warm run has the tokens and the logits of the cold run, bit for bit", _equal(high), high),
+        _promise("lower precision: a warm run has the tokens of the cold run", _equal(low), low),
+        _promise(
+            "a pool too small for the prompt: the same tokens, logits and resident chunks",
+            _unevicted(record.evicted),
+            record.evicted,
+        ),
+        _promise(
+            f"{faster} is prefilled with at least {LEAST_SHARE} of the ideal gain",
+            _slow(long),
+            long,
+            f"no reported length from {LEAST_LENGTH} tokens on has {percent(LEAST_REUSE, 0)} of its prompt restored",
+        ),
+        _promise("the harness passes, which no restore does that takes nothing, or what it must not", _doubts(record)),
+    ]
 
 
-def _stored(record: RestoreRecord) -> TitledTable:
-    settings = record.settings
-    text = (
-        f"The first {settings.windows} test windows, their contexts stored in chunks of {settings.codec_chunk_tokens}"
-        " tokens, each chunk coded by itself: a codec whose blocks are longer elsewhere stores its own tables more"
-        " often here. Bytes are all of the payload. KL (nats per token) and the most likely token are those of the"
-        " tokens after the context, teacher-forced, against the restore of K and V as they are; the last column is"
-        f" how many of {settings.decode} greedily decoded tokens come before the first other one."
-    )
-    columns = {
-        "payload": cols.text("label"),
-        "bytes/token": cols.number("bytes_per_token", 4),
-        "bits/value": cols.number("bits_per_value"),
-        "save ms": _median("save_ms"),
-        "load ms": _median("load_ms"),
-        "KL": cols.estimate("kl"),
-        "same top token": lambda way: f"{estimate(way.top1_agreement, scale=100)} %",
-        "equal tokens": cols.number("greedy"),
-    }
-    ordered = sorted(record.stored, key=lambda way: (way.recipe is not None, -way.bits_per_value, way.label))
-    return TitledTable("As they are against coded", text, columns, ordered)
+def _promise(
+    text: str,
+    lines: Iterable[str],
+    measured: Sequence = (True,),
+    missing: str = "nothing was measured of it",
+) -> Promise:
+    if not measured:
+        return Promise(text, OPEN, (missing,))
+    lines = tuple(lines)
+    return Promise(text, BROKEN if lines else KEPT, lines)
+
+
+def _equal(agreements: Iterable[RunAgreement]) -> Iterator[str]:
+    for one in agreements:
+        expected = {"answers": one.tokens_equal} | ({"logits": one.logits_equal} if one.dtype == "float32" else {})
+        for what, count in expected.items():
+            if count < one.prompts:
+                yield f"{what} of {one.dtype} in {one.process} process are equal for {count} of {one.prompts} prompts"
+
+
+def _unevicted(evicted: Iterable[Evicted]) -> Iterator[str]:
+    for one in evicted:
+        if one.restored < one.prompts or min(one.tokens_equal, one.residency_equal) < one.prompts:
+            yield f"policy {one.policy} in a small pool is not the same, cold and warm, for every prompt"
+        if one.max_abs_dlogit != 0 and one.max_abs_dlogit is not None:
+            yield f"policy {one.policy} in a small pool has logits up to {number(one.max_abs_dlogit)} apart"
+        if not one.page_outs:
+            yield f"under policy {one.policy} no chunk had to go, so nothing was put to the test"
+
+
+def _slow(speeds: Iterable[Speed]) -> Iterator[str]:
+    for speed in speeds:
+        if speed.ratio < LEAST_SHARE * speed.ideal:
+            expected = number(LEAST_SHARE * speed.ideal)
+            yield f"prefill of {speed.length} tokens is {number(speed.ratio)} times faster, due is {expected}"
+
+
+def _doubts(record: RestoreRecord) -> Iterator[str]:
+    if record.harness.outcome != "pass":
+        yield f"the harness says {record.harness.outcome}: {'; '.join(record.harness.reasons)}"

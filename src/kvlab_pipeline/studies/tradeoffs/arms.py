@@ -56,8 +56,7 @@ class CacheShape:
 
 def arms(params: Params, shape: CacheShape) -> list[TradeoffVariant]:
     """Codecs first, in the order of pages."""
-    settings = params.tradeoffs
-    return [*_codecs(params), *_evictions(settings, shape), *_latents(params, shape), *_sparse(params)]
+    return [*_codecs(params), *_evictions(params.tradeoffs, shape), *_latents(params, shape), *_sparse(params)]
 
 
 def recipes_of(params: Params) -> list[Recipe]:
@@ -98,18 +97,14 @@ def _evictions(settings: Tradeoffs, shape: CacheShape) -> Iterator[TradeoffVaria
 
 
 def _latents(params: Params, shape: CacheShape) -> Iterator[TradeoffVariant]:
-    settings = params.tradeoffs
+    settings, codec = params.tradeoffs, params.tradeoffs.latent_codec
     for rank in dict.fromkeys(rank_at(budget, settings.sinks, shape) for budget in settings.budgets):
-        yield TradeoffVariant(
-            f"latent of {rank}", "latent", asked=mechanism(f"latent:rank={rank},sinks={settings.sinks}")
-        )
+        asked = mechanism(f"latent:rank={rank},sinks={settings.sinks}")
+        yield TradeoffVariant(f"latent of {rank}", "latent", asked=asked)
     rank = max(1, round(settings.latent_share * shape.numbers))
+    asked = mechanism(f"latent:rank={rank},sinks={settings.sinks}")
     for bits in settings.combined:
-        codec = settings.latent_codec
-        asked, recipe = (
-            mechanism(f"latent:rank={rank},sinks={settings.sinks}"),
-            named_recipe(codec, bits, params=params),
-        )
+        recipe = named_recipe(codec, bits, params=params)
         yield TradeoffVariant(f"latent of {rank}, {codec} {bits}", "latent x codec", recipe, asked)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError, UserError
 from kvlab.core.model import ModelInfo, check_window, resolve
 from kvlab.core.params import Params
-from kvlab.core.records import Provenance, forget, machine, versions, write_json
+from kvlab.core.records import Provenance, forget, machine, write_json
 from kvlab.engines.base import ContextCache
 from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.registry import start
@@ -35,12 +36,13 @@ from kvlab.measure.mechanism import IN_16_BITS, mechanism_variant
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.variant import Variant, read_of
 from kvlab.measure.windows import Window, windows_of
-from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.text import corpus, needles
 from kvlab.text.needles import Needle
 from kvlab.witness.plain import PlainModel
 from kvlab_mechanisms.decoding.acceptance import acceptance, plain_texts
 from kvlab_mechanisms.decoding.law import Sampling
+from kvlab_pipeline.jobs.measure import provenance
 from kvlab_pipeline.studies.tradeoffs.arms import CacheShape, TradeoffVariant, arms
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, Drafted, TradeoffsRecord
 
@@ -67,7 +69,7 @@ class Bench:
     context: int
     calibrated: Calibrated
     moments: dict[int, LatentMoments]
-    plain: Callable[[], PlainModel] | None
+    plain: Callable[[], PlainModel]
 
 
 def refuse(params: Params) -> None:
@@ -107,24 +109,13 @@ def measure(params: Params, windows_path: Path, documents: Path, fitted: FittedF
     length = max(longest, found.context + found.eval + settings.tokens)
     check_window(info, length)
     forget(out)
-    engine = start("hf", info, DTYPE, max_tokens=length)
     text = "other" if params.corpus.other else "test"
     scored = windows_of(found, text)[: settings.windows]
-    moments = moments_of(engine, found.calib[:CALIBRATING].tolist())
-    bench = Bench(
-        params, info, engine, scored, found.context, calibrated, moments, cache(partial(PlainModel, info.path))
-    )
-    try:
-        record = recorded(bench, planted, Provenance(
-            model=info.slug,
-            model_hash=info.model_hash,
-            corpus_hash=found.corpus_hash,
-            calibration={calibrated.origin: calibrated.sigma_hash},
-            versions=versions(),
-            device=engine.device,
-        ))  # fmt: skip
-    finally:
-        engine.close()
+    with closing(start("hf", info, DTYPE, max_tokens=length)) as engine:
+        moments = moments_of(engine, found.calib[:CALIBRATING].tolist())
+        plain = cache(partial(PlainModel, info.path))
+        bench = Bench(params, info, engine, scored, found.context, calibrated, moments, plain)
+        record = recorded(bench, planted, provenance(info, found, {calibrated.origin: calibrated}))
     write_json(out, record.model_dump(mode="json"))
 
 
@@ -136,22 +127,28 @@ def planted_needles(params: Params, documents: Path) -> Sequence[Needle]:
         return needles.build(own, Path(folder) / "needles.parquet", documents).items
 
 
-def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) -> TradeoffsRecord:
+def recorded(bench: Bench, planted: Sequence[Needle], measured_on: Provenance) -> TradeoffsRecord:
     """Score, ask, time and draft."""
     params, info, context = bench.params, bench.info, bench.context
     listed = arms(params, CacheShape(info.n_layers, info.n_kv_heads, info.head_dim, context))
     bootstrap = Bootstrap(**params.stats.model_dump())
     rounding = quick_run.rounding(DTYPE)
     codecs = [quick_run.NamedCodec(arm.name, arm.recipe, bench.calibrated) for arm in listed if arm.family == "codec"]
-    others = variants_of(bench, listed)
+    others = {
+        arm.name: mechanism_variant(
+            arm.asked, bench.engine, "snapshot", bench.moments, arm.recipe or IN_16_BITS, bench.calibrated
+        )
+        for arm in listed
+        if arm.asked
+    }
     rows = np.array([window.ids for window in bench.windows])
     speeds, drafts = timed(bench, listed, others), tuple(drafted(bench, bootstrap))
     floor, *scored = quick_run.score(
         bench.engine, rows, context, [rounding, *codecs], bench.plain, list(others.values())
     )
     found = dict(zip([*(one.label for one in codecs), *others], scored, strict=True))
-    answers = needles_found(bench, planted, codecs, others)
     columns = {name: one.columns for name, one in found.items()}
+    answers = needles_found(bench, planted, codecs, others)
     arms_found = [
         ArmFound(
             name=arm.name,
@@ -159,7 +156,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
             recipe_id=arm.recipe.recipe_id if arm.recipe else None,
             kl=bootstrap.divergence(columns[arm.name][0]),
             top1=bootstrap.rate(columns[arm.name][1]),
-            found=rate(bootstrap, answers[arm.name]),
+            found=bootstrap.rate(items(answers[arm.name])),
             stored=found[arm.name].cost.stored,
             read=found[arm.name].cost.read,
             per_second=speeds.get(arm.name),
@@ -170,7 +167,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     leading = [one for one in arms_found if one.name.split()[0] == params.tradeoffs.codecs[0]]
     full = 2.0 * info.values_per_token
     return TradeoffsRecord(
-        provenance=provenance,
+        provenance=measured_on,
         machine=machine(),
         threads=torch.get_num_threads(),
         settings=params.tradeoffs,
@@ -181,22 +178,11 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         confidence=params.stats.confidence,
         rounding=bootstrap.divergence(floor.columns[0]),
         full_read=read_of(full, context, len(bench.windows[0].ids), info),
-        exact_found=rate(bootstrap, answers[quick_run.ROUNDING]),
+        exact_found=bootstrap.rate(items(answers[quick_run.ROUNDING])),
         exact_per_second=speeds[quick_run.ROUNDING],
         arms=tuple(held_against(one, leading, columns, bootstrap) for one in arms_found),
         drafted=drafts,
     )
-
-
-def variants_of(bench: Bench, listed: Sequence[TradeoffVariant]) -> dict[str, Variant]:
-    """All arms but the codecs, at work, by name."""
-    return {
-        arm.name: mechanism_variant(
-            arm.asked, bench.engine, "snapshot", bench.moments, arm.recipe or IN_16_BITS, bench.calibrated
-        )
-        for arm in listed
-        if arm.asked
-    }
 
 
 def needles_found(
@@ -237,10 +223,10 @@ def timed(bench: Bench, listed: Sequence[TradeoffVariant], others: dict[str, Var
     return found
 
 
-def rate(bootstrap: Bootstrap, answers: Sequence[bool]) -> Estimate:
-    """The share of the items, an item a window."""
-    place = np.arange(len(answers))
-    return bootstrap.rate(Column.of(place, place, np.array(answers, dtype=np.float64)))
+def items(values: Sequence[float]) -> Column:
+    """A number of each item, an item a window."""
+    place = np.arange(len(values))
+    return Column.of(place, place, np.array(values, dtype=np.float64))
 
 
 def held_against(
@@ -284,12 +270,11 @@ def drafted(bench: Bench, bootstrap: Bootstrap) -> Iterator[Drafted]:
                         calibration=bench.calibrated, greedy=[text],
                     )
                 )  # fmt: skip
-            shares = np.array([sum(one.report.accepted) / sum(one.report.drafted) for one in runs])
-            place = np.arange(len(shares))
+            shares = [sum(one.report.accepted) / sum(one.report.drafted) for one in runs]
             yield Drafted(
                 name=f"{codec} {bits}",
                 recipe_id=recipe.recipe_id,
-                accepted=bootstrap.mean(Column.of(place, place, shares)).within(0.0, 1.0),
+                accepted=bootstrap.mean(items(shares)).within(0.0, 1.0),
                 tokens_per_call=written / sum(len(one.report.accepted) for one in runs),
                 draft=settings.draft,
                 coded=float(np.mean([one.bits_per_value for one in runs])) * bench.info.values_per_token / 8,

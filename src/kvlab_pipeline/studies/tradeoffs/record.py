@@ -85,5 +85,10 @@ class TradeoffsRecord(StudyRecord):
         """Bytes of a token in 16 bits."""
         return 2.0 * self.values
 
+    @property
+    def tokens(self) -> float:
+        """Tokens that a step has before it, on average."""
+        return self.full_read / self.full
+
 
 RECORD = TradeoffsRecord
