@@ -35,7 +35,7 @@ COLUMNS = (
     "how large",
     "MiB",
     "tables",
-    "tok/s",
+    "codec tok/s",
     "runs in",
 )
 READING = ("stored B/token", "read KiB")
@@ -181,7 +181,8 @@ def _picked(found) -> str:
     else:
         line = "none, as a model can run with none of these rows"
     kept = f"; for a cache that is put away {_name(stored)} ({stored.bits_per_value:.2f})" if stored else ""
-    return f"pick: {line}{kept}"
+    over = ", over a finished cache" if found.facts["protocol"] == "snapshot" else ""
+    return f"pick{over}: {line}{kept}"
 
 
 def _name(row) -> str:
@@ -200,7 +201,7 @@ def _row(row, context: int) -> dict:
         "how large": row.words,
         "MiB": f"{row.stored * context / MIB:.3g}",
         "tables": None if row.table_bytes is None else f"{row.table_bytes / MIB:.3g}",
-        "tok/s": None if row.tokens_per_second is None else f"{row.tokens_per_second:.3g}",
+        "codec tok/s": None if row.tokens_per_second is None else f"{float(f'{row.tokens_per_second:.3g}'):g}",
         "runs in": _places(row.places),
         "stored B/token": f"{row.stored:.0f}",
         "read KiB": f"{row.read / 1024:.0f}",

@@ -152,7 +152,10 @@ def spread(ctx: typer.Context, words: Sequence[str]) -> list[str]:
         ctx.fail(wrong[0])
     places = [one for one in ctx.command.params if not one.opts[0].startswith("-")]
     if len(others) > len(places) and all(one.nargs == 1 for one in places):
-        ctx.fail(f"{others[len(places)]!r} is not known{suggestion(others[len(places)], options)}")
+        extra = others[len(places)]
+        folder = "--model" in options and Path(extra).is_dir()  # other verbs take their model so
+        near = f"; a model is named by a flag: --model {extra}" if folder else suggestion(extra, options)
+        ctx.fail(f"{extra!r} is not known{near}")
     return [*flags, "--", *others]
 
 

@@ -15,7 +15,7 @@ from kvlab_pipeline.gate_page import ways
 from kvlab_pipeline.gate_page.row_summary import BASELINE
 from kvlab_pipeline.rendering import parts as tables
 from kvlab_pipeline.report.certified import checked
-from kvlab_pipeline.report.use import above_zero, in_all, like, named, rung
+from kvlab_pipeline.report.use import above_zero, in_all, like, rung
 from kvlab_pipeline.studies.ladder.chapter import TOLD, length
 
 KEPT_STATE = ("label", "rate", "exact_tokens", "at", "even_with_bfloat16")
@@ -53,13 +53,13 @@ def codecs_of(claims: dict | None, metrics: dict) -> dict | None:
 
 SHOWN = (ways.SERVED, ways.INSIDE, ways.FINISHED)
 CHOICE = (
-    ("vLLM, most tokens in the same memory", ways.INSIDE, "klt_pages", 2),
-    ("vLLM, least loss", ways.INSIDE, "klt_pages", 4),
-    ("transformers, few bits", ways.SERVED, "klt", 4),
-    ("transformers, nothing to calibrate", ways.SERVED, "fp8", None),
-    ("a finished cache to store or send", ways.FINISHED, "archive", 2),
+    ("vLLM on a CPU, most tokens in the same memory", "`klt` in pages, 2 bits", ways.INSIDE, "klt_pages", 2),
+    ("vLLM on a CPU, least loss", "`klt` in pages, 4 bits", ways.INSIDE, "klt_pages", 4),
+    ("transformers, few bits", "`klt`, 4 bits", ways.SERVED, "klt", 4),
+    ("transformers, nothing to calibrate", "`fp8`", ways.SERVED, "fp8", None),
+    ("a finished cache to store or send", "`archive`, 2 bits", ways.FINISHED, "archive", 2),
 )
-"""README's rows: who wants what, and the row of the gate that answers it."""
+"""README's rows: who wants what, what answers it, and the row of the gate that says so."""
 
 
 def way(row: Mapping) -> ways.Way:
@@ -72,28 +72,27 @@ def codecs_block(found: dict) -> str:
     state = {row["label"]: row for row in found["state"]}
     rows = {(way(row), row["mechanism_variant"], row["bits"]): row for row in found["rows"]}
     lines, scored = [], 0
-    for wanted, *key in CHOICE:
+    for wanted, answer, *key in CHOICE:
         coded, row = key[0], rows.get(tuple(key))
         if row is None:
             continue
         known = state.get(rung(row))
         known = known if known and like(row, known) else None
         scored = row["metrics"]["kl"]["n"]
+        every = in_all(row, known, TOLD[0], coded == ways.FINISHED)
         lines.append(
             [
                 wanted,
-                named(row),
-                fmt.number(row["bits_per_value"]),
-                fmt.number(in_all(row, known, TOLD[0], coded == ways.FINISHED)),
+                answer,
+                fmt.number(row["bits_per_value"] if every is None else every),
                 fmt.estimate(above_zero(row["metrics"]["kl"])),
                 fmt.estimate(None if coded == ways.FINISHED else row["throughput_ratio"]),  # no model runs with it
             ]
         )
     headers = [
         "for",
-        "take",
-        "bits per value",
-        f"in all at {length(TOLD[0])}",
+        "nearest",
+        f"bits per value, in all at {length(TOLD[0])}",
         f"KL, {tables.KL_UNIT}",
         "speed, of plain",
     ]
