@@ -151,8 +151,8 @@ def as_lines(found) -> Iterator[str]:
     yield ""
     yield "KL in nats per token; how large it is, beside quantised weights: docs/measure.md"
     yield (
-        f"MiB of {context} tokens; tables: MiB that codecs hold in memory, once a process; codec tok/s:"
-        f" tokens stored and read back by the codec alone, on {found.facts['device']}, threads: {found.facts['threads']}"
+        f"MiB of {context} tokens; tables: MiB that codecs hold in memory, once a process; codec tok/s: tokens"
+        f" stored and read back by the codec alone, on {found.facts['device']}, threads: {found.facts['threads']}"
     )
     if found.facts["protocol"] == "snapshot":
         yield (
