@@ -158,12 +158,11 @@ def test_the_scored_text_is_not_calibrated_on(run, texts):
     assert (code, said) == (2, "") and "must not have been calibrated on" in err.splitlines()[-1]
 
 
-def test_a_calibration_of_another_model_is_refused(run, calibrated, tmp_path, texts, capsys):
+def test_a_calibration_of_another_model_is_refused(line, calibrated, tmp_path, texts):
     other = tiny.write_model(tmp_path / "other", seed=1)
     words = (other, "--text", texts[0], "--context", 64, "--eval", 32, "--calibration", calibrated)
-    with pytest.raises(SystemExit) as stop:
-        cli.main([str(word) for word in ("measure", *words)])
-    assert stop.value.code == 2 and "was calibrated for model" in capsys.readouterr().err
+    code, _, err = line("measure", *words)
+    assert code == 2 and "was calibrated for model" in err
 
 
 def test_a_codec_that_is_not_calibrated_needs_no_text(run, tiny_model, tmp_path, capsys):
