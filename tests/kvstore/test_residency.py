@@ -11,7 +11,7 @@ from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import ChunkEntry
 from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import MAKERS, AttentionSeen, build, staying, worst_first
-from kvstore.paging import append, chunk_of, filled, numbers
+from kvstore.paging import append, chunk_of, filled, numbers, saved
 from refusals import refused
 
 ENTRIES = [ChunkEntry(True, score, used) for score, used in ((0.5, 9), (None, 1), (-1.0, 4), (0.5, 2), (0.1, 7))]
@@ -94,6 +94,16 @@ def test_a_needle_comes_back(name, depth):
     pager.set_scores(scores)
     pager.reselect()
     assert depth in pager.resident and pager.check() == []
+
+
+def test_every_policy_restores_to_the_same_set_at_an_equal_pool(geometry, config):
+    rows = numbers(geometry, 80)
+    for name in MAKERS:
+        pager = filled(rows, geometry, config, name)
+        pager.set_scores([float(chunk % 6) for chunk in range(20)])
+        pager.reselect()
+        other = Pager.restored(geometry, config, build(name, geometry), *saved(pager))
+        assert other.resident == pager.resident and len(other.reselect()) == 0
 
 
 def test_scores_of_a_restored_scorer_select_the_same_chunks(geometry, config):

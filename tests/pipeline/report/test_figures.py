@@ -111,11 +111,17 @@ def test_cells_holds_coded_cells_of_the_reduced_dtype_only():
 @pytest.mark.parametrize(("values", "half"), [([0.0, -1e-6, 0.0], 1e-7), ([0.0] * 1000, 0.0)], ids=["some", "all"])
 def test_zeros_and_negative_values_are_drawn_at_the_end_of_their_axis(tmp_path, name, values, half):
     metrics = build()
-    rows = {"noise": metrics["noise"] + metrics["closure"], "mitigations": metrics["mitigations"]["arms"]}
-    for row, value in zip(rows.get(name, metrics[name]), values, strict=False):
-        drawn = next(key for key in ("kl_net", "kl", "measured") if key in row)
-        row[drawn] |= {"value": value, "low": value - half, "high": value + half}
+    coded = [row for row in metrics["cells"] if row["variance_ratio"] is not None and row["dtype"] == "bfloat16"]
+    drawn = {
+        "baseline": [row["kl"] for row in metrics["baseline"]],
+        "cells": [row["kl_net"] for row in coded],
+        "noise": [row["kl"] for row in metrics["noise"]] + [row["measured"] for row in metrics["closure"]],
+        "mitigations": [row["kl"] for row in metrics["mitigations"]["arms"]],
+    }[name]
+    for estimate, value in zip(drawn, values, strict=False):
+        estimate.update(value=value, low=value - half, high=value + half)
     table, figure = described(name, metrics)
+    assert set(values) <= set(table["value"])
     assert sorted(mark.row for mark in figure.marks) == list(range(len(table)))
     svg.write(figure, tmp_path / "a.svg")
     assert_drawn(figure, (tmp_path / "a.svg").read_text())
