@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvlab.cli import snapshot as snapshot_verbs
+from kvstore.snapshot.forging import flip
 from refusals import refused_line
 
 
@@ -18,12 +19,6 @@ def keys(tmp_path) -> dict[str, Path]:
         found[name] = tmp_path / f"{name}.key"
         found[name].write_bytes(secret)
     return found
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_coded_cache_is_signed_and_decoded_with_the_key_alone(line, keys, tiny_params, tiny_calibration, tmp_path):

@@ -345,12 +345,16 @@ def test_a_text_is_tokenised_by_the_model(run, tiny_model, tmp_path):
     assert code == 0 and json.loads(out)["consumed"] and isinstance(json.loads(out)["text"], str)
 
 
-def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored, tiny_model, ids, tmp_path):
+@pytest.fixture
+def recipe(tmp_path) -> Path:
     from kvlab.cache.files.recipe import write_recipe_file
     from kvlab.codecs.fp8 import Fp8Stream
     from kvlab.core.recipe import Recipe
 
-    recipe = write_recipe_file(tmp_path / "recipe.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
+    return write_recipe_file(tmp_path / "fp8.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
+
+
+def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored, tiny_model, ids, tmp_path, recipe):
     flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK, "--recipe", recipe)
     assert run("save", tmp_path / "lossy", *flags)[0] == 0
     out = run("inspect", tmp_path / "lossy")[1]
@@ -382,15 +386,6 @@ def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
     made = build(**fields | {"identity": found["identity"] | ours | other})
     out.write_text(made.model_dump_json())
     return out
-
-
-@pytest.fixture
-def recipe(tmp_path) -> Path:
-    from kvlab.cache.files.recipe import write_recipe_file
-    from kvlab.codecs.fp8 import Fp8Stream
-    from kvlab.core.recipe import Recipe
-
-    return write_recipe_file(tmp_path / "fp8.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
 
 
 def test_verify_with_another_recipe_says_that_it_could_not_decode(run, tiny_model, ids, tmp_path, recipe):
