@@ -115,6 +115,22 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture
+def line(capsys):
+    """Exit code, stdout and stderr of a line of `kvlab`, in this process."""
+    from kvlab.cli import main
+
+    def answer(*words) -> tuple[int, str, str]:
+        code = 0
+        try:
+            main.main([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return answer
+
+
 @pytest.fixture(scope="session")
 def base_params() -> dict:
     """The parameters of the embedded model, with every default written out, as a mapping."""

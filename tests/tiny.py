@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -71,6 +72,11 @@ def write_model(folder: Path, kind: str = "qwen2", seed: int = 0, **changes) -> 
     model.to(torch.bfloat16).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+def edit(file: Path, **changes) -> None:
+    """Other fields in a file of JSON, as a model's config is."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from cache.test_ends import ended
 from cache.test_hf_cache import BATCH, IDS, PER_TOKEN, WAYS, fitted, generated, hadamard, kivi, positions  # noqa: F401
@@ -34,11 +34,6 @@ WAYS_TO_READ += [
     for window in WINDOWS
     if (semantics, window) not in WAYS_TO_READ
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
@@ -37,11 +36,6 @@ RECIPES = {
 }
 CPU = torch.device("cpu")
 IDS = torch.arange(1, 81)[None]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 from cache.test_hf_cache import BATCH, HEAD_DIM, HEADS, IDS, LAYERS, WAYS, generated, logits, positions
 from kvlab.cache.hf.kv_cache import KVCache
@@ -39,11 +39,6 @@ def recipe(bits=3, **ends) -> Recipe:
 
 
 ENDS = {"bare": {}, "recent": {"recent": 4}, "sink": {"sink": 2}, "both": {"sink": 3, "recent": 5}}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 @pytest.fixture(scope="module")

@@ -236,11 +236,6 @@ def test_a_name_that_is_none_says_what_is_allowed(tiny_params, name, error, code
         named_recipe(name, params=tiny_params)
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-
-
 def test_a_recipe_file_is_a_cache(model, tiny_params, tiny_fitted, files, info, tmp_path):
     path = write_recipe_file(tmp_path / "r.json", named_recipe("klt", params=tiny_params), calibration=files)
     cache = Cache(model, path, semantics="in_forward")

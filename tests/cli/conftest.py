@@ -29,21 +29,6 @@ def texts(tmp_path_factory):
     return tiny.write_text(folder / "scored.txt"), tiny.write_text(folder / "calibration.txt", seed=1)
 
 
-@pytest.fixture
-def line(capsys):
-    """Exit code, stdout and stderr of a line of `kvlab`, in this process."""
-
-    def answer(*words) -> tuple[int, str, str]:
-        code = 0
-        try:
-            cli.main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return answer
-
-
 loaded = functools.cache(snapshot_verbs._model)
 
 

@@ -14,27 +14,12 @@ import pytest
 import yaml
 
 import embedded
+import tiny
+from command_line import groups
 from kvlab.cli import main as cli
-from kvlab.cli.commands import Verbs
-from kvlab.cli.parsing import command
 from kvlab.core.paramfile import overlay
 from kvlab_pipeline.studies.settings import Settings, by_model, read_params
-
-
-def run(*arguments: str, capsys) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one verb, in this process."""
-    try:
-        cli.main([str(a) for a in arguments])
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def flags_of(verb) -> set[str]:
-    """The flags that a verb has."""
-    return {name for one in command("verb", verb).params for name in one.opts if name.startswith("-")}
+from refusals import refused_line
 
 
 @pytest.fixture
@@ -46,26 +31,18 @@ def in_root(root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_help_teaches_the_order_of_the_steps(capsys):
-    code, out, _ = run("step", "--help", capsys=capsys)
+def test_help_teaches_the_order_of_the_steps(line):
+    code, out, _ = line("step", "--help")
     assert code == 0
     steps = ["corpus", "capture", "sigma", "codebooks", "baseline", "measure", "metrics", "verdict", "report"]
     places = [out.index(f"\n  {step} ") for step in steps]
     assert places == sorted(places)
 
 
-def groups(verbs: Verbs, words: tuple[str, ...] = ()):
-    """The command line's groups of verbs: their words, and the verbs that there are."""
-    yield words, verbs
-    for name, verb in verbs.items():
-        if isinstance(verb, Verbs):
-            yield from groups(verb, (*words, name))
-
-
 @pytest.mark.parametrize(("words", "verbs"), list(groups(cli.verbs())), ids=lambda value: "-".join(value) or "kvlab")
-def test_every_verb_of_an_overview_exists_and_none_is_missing(words, verbs, capsys):
-    _, out, _ = run(*words, "--help", capsys=capsys)
-    listed = [line.split()[0] for line in out.splitlines() if re.match(r"  \w", line)]
+def test_every_verb_of_an_overview_exists_and_none_is_missing(words, verbs, line):
+    _, out, _ = line(*words, "--help")
+    listed = [row.split()[0] for row in out.splitlines() if re.match(r"  \w", row)]
     assert sorted(listed) == sorted(verbs)
 
 
@@ -77,8 +54,8 @@ def test_every_verb_of_an_overview_exists_and_none_is_missing(words, verbs, caps
         (["measure", "model", "--protocol", ""], "snapshot in_forward"),
     ],
 )
-def test_bash_completes_verbs_flags_and_their_values(typed, offered, capsys, root, tmp_path):
-    code, script, err = run("completion", "bash", capsys=capsys)
+def test_bash_completes_verbs_flags_and_their_values(typed, offered, line, root, tmp_path):
+    code, script, err = line("completion", "bash")
     assert code == 0, err
     (tmp_path / "kvlab").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvlab "$@"\n')
     (tmp_path / "kvlab").chmod(0o755)
@@ -91,8 +68,8 @@ def test_bash_completes_verbs_flags_and_their_values(typed, offered, capsys, roo
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script_that_asks_kvlab(shell, root, capsys):
-    _, script, _ = run("completion", shell, capsys=capsys)
+def test_other_shells_get_a_script_that_asks_kvlab(shell, root, line):
+    _, script, _ = line("completion", shell)
     assert "_KVLAB_COMPLETE=complete_" + shell in script
     asked = {"_KVLAB_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "kvlab snap", "PYTHONPATH": "src"}
     asked |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
@@ -102,41 +79,41 @@ def test_other_shells_get_a_script_that_asks_kvlab(shell, root, capsys):
     assert "snapshot" in answer.stdout and "step" not in answer.stdout, answer.stderr
 
 
-def test_the_first_help_fits_a_screen(capsys):
-    _, out, _ = run("--help", capsys=capsys)
+def test_the_first_help_fits_a_screen(line):
+    _, out, _ = line("--help")
     lines = out.splitlines()
     checkout = {name for verbs in cli.of_the_checkout() for name in verbs} - {"step"}  # not in an installed kvlab
-    shown = [line for line in lines if not line.startswith(tuple(f"  {name} " for name in checkout))]
+    shown = [row for row in lines if not row.startswith(tuple(f"  {name} " for name in checkout))]
     assert len(lines) > len(shown) <= 25 and max(map(len, lines)) <= 100
 
 
-def test_params_prints_what_it_checked_and_the_recipe_ids(in_root, capsys, base_params):
-    code, out, _ = run("params", capsys=capsys)
+def test_params_prints_what_it_checked_and_the_recipe_ids(in_root, line, base_params):
+    code, out, _ = line("params")
     assert code == 0
     assert by_model(yaml.safe_load(out)) == {"reference": Settings.complete(base_params)}
     assert "# recipes" in out and "hf-bfloat16-0" in out
 
 
-def test_params_says_which_default_cells_are_left_out(in_root, capsys):
-    _, out, _ = run("params", capsys=capsys)
+def test_params_says_which_default_cells_are_left_out(in_root, line):
+    _, out, _ = line("params")
     assert "left out" not in out
-    code, out, _ = run("params", "--set", "cells.twin.stream=k", capsys=capsys)
+    code, out, _ = line("params", "--set", "cells.twin.stream=k")
     assert code == 0 and "#   k-only" in out.splitlines()[out.splitlines().index("# jobs") - 1]
 
 
-def test_params_as_json_can_be_given_back(in_root, capsys, base_params):
-    _, out, _ = run("params", "--json", "--set", "bits=4", capsys=capsys)
+def test_params_as_json_can_be_given_back(in_root, line, base_params):
+    _, out, _ = line("params", "--json", "--set", "bits=4")
     assert read_params(out).bits == 4
     assert json.loads(out)["windows"] == base_params["windows"]
 
 
-def test_a_number_may_be_written_as_yaml_1_2_writes_it(in_root, capsys):
-    _, out, _ = run("params", "--json", "--set", "calibration.ridge=2e-3", capsys=capsys)
+def test_a_number_may_be_written_as_yaml_1_2_writes_it(in_root, line):
+    _, out, _ = line("params", "--json", "--set", "calibration.ridge=2e-3")
     assert json.loads(out)["calibration"]["ridge"] == 2e-3
 
 
-def test_a_leaf_of_an_entry_is_set_and_its_neighbours_stay(in_root, capsys, base_params):
-    _, out, _ = run("params", "--json", "--set", "cells.published-decoder.codec.variance_ratio=0.9", capsys=capsys)
+def test_a_leaf_of_an_entry_is_set_and_its_neighbours_stay(in_root, line, base_params):
+    _, out, _ = line("params", "--json", "--set", "cells.published-decoder.codec.variance_ratio=0.9")
     before = base_params["cells"]["published-decoder"]["codec"]
     assert json.loads(out)["cells"]["published-decoder"]["codec"] == before | {"variance_ratio": 0.9}
 
@@ -169,13 +146,11 @@ TWINS = ("--set", "cells.k-only.stream=k", "--set", "cells.twin.stream=k")
         (["--hlep"], ["'--hlep'", "'--help'"]),
     ],
 )
-def test_bad_words_are_one_line(in_root, capsys, arguments, words):
-    code, out, err = run(*arguments, capsys=capsys)
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert all(word in err for word in words), err
+def test_bad_words_are_one_line(in_root, line, arguments, words):
+    refused_line(line(*arguments), *words)
 
 
-def measure(params: Settings, folder, windows, calibration, capsys, /, **changed):
+def measure(params: Settings, folder, windows, calibration, line, /, **changed):
     """`kvlab step measure` with some arguments changed; returns what `run` returns."""
     given = {
         "--params": json.dumps(params.model_dump(mode="json")),
@@ -186,11 +161,11 @@ def measure(params: Settings, folder, windows, calibration, capsys, /, **changed
         "--codebooks": calibration["codebooks"],
         "--out": folder / "out" / "hf-float32-0.parquet",
     } | {f"--{name}": value for name, value in changed.items()}
-    return run("step", "measure", *(word for pair in given.items() for word in pair), capsys=capsys)
+    return line("step", "measure", *(word for pair in given.items() for word in pair))
 
 
-def test_a_job_leaves_a_table_and_its_record(tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys):
-    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys)
+def test_a_job_leaves_a_table_and_its_record(tiny_params, tiny_windows, tiny_calibration, tmp_path, line):
+    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, line)
     assert code == 0, err
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"hf-float32-0.json", "hf-float32-0.parquet"}
 
@@ -206,28 +181,28 @@ def test_a_job_leaves_a_table_and_its_record(tiny_params, tiny_windows, tiny_cal
     ],
 )
 def test_a_job_that_cannot_run_leaves_nothing(
-    tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys, changed, words
+    tiny_params, tiny_windows, tiny_calibration, tmp_path, line, changed, words
 ):
-    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys, **changed)
+    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, line, **changed)
     assert (code, err.strip().count("\n")) == (2, 0), err
     assert all(word in err for word in words), err
     assert not (tmp_path / "out").exists()
 
 
-def test_calibration_of_another_model_stops_the_job(tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys):
+def test_calibration_of_another_model_stops_the_job(tiny_params, tiny_windows, tiny_calibration, tmp_path, line):
     sidecar = tiny_calibration["sigma"].with_suffix(".json")
     facts = json.loads(sidecar.read_text())
     (tmp_path / "hf.json").write_text(json.dumps(facts | {"model_hash": "another"}))
     (tmp_path / "hf.safetensors").write_bytes(tiny_calibration["sigma"].read_bytes())
     code, _, err = measure(
-        tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys, sigma=tmp_path / "hf.safetensors"
+        tiny_params, tmp_path, tiny_windows, tiny_calibration, line, sigma=tmp_path / "hf.safetensors"
     )
     assert code == 2 and "fitted on model another" in err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("where", ["weights", "folder", "architecture"])
-def test_a_broken_model_is_one_line(tiny_params, tiny_windows, tiny_model, tmp_path, capsys, where):
+def test_a_broken_model_is_one_line(tiny_params, tiny_windows, tiny_model, tmp_path, line, where):
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "model"
@@ -237,16 +212,15 @@ def test_a_broken_model_is_one_line(tiny_params, tiny_windows, tiny_model, tmp_p
         tensors["model.norm.weight"][0] = float("nan")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     elif where == "architecture":
-        config = json.loads((folder / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
-        (folder / "config.json").write_text(json.dumps(config))
+        tiny.edit(folder / "config.json", architectures=["GPT2LMHeadModel"])
     changed = overlay(
         tiny_params.model_dump(mode="json"),
         {"model": {"path": str(folder if where != "folder" else tmp_path / "modle")}},
     )
     windows = tmp_path / "windows.safetensors"
-    corpus_run = run("step", "corpus", "--params", json.dumps(changed), "--out", windows, capsys=capsys)
+    corpus_run = line("step", "corpus", "--params", json.dumps(changed), "--out", windows)
     capture = ("step", "capture", "--engine", "hf", "--windows", windows, "--out", tmp_path / "out" / "c.safetensors")
-    code, _, err = run(*capture, "--params", json.dumps(changed), capsys=capsys) if corpus_run[0] == 0 else corpus_run
+    code, _, err = line(*capture, "--params", json.dumps(changed)) if corpus_run[0] == 0 else corpus_run
     words = {"weights": "'model.norm.weight'", "folder": "did you mean", "architecture": "'GPT2LMHeadModel'"}
     last = err.strip().splitlines()[-1]
     assert code == 2 and words[where] in last and last.startswith("kvlab "), err
@@ -254,20 +228,20 @@ def test_a_broken_model_is_one_line(tiny_params, tiny_windows, tiny_model, tmp_p
 
 
 def test_a_full_disk_loses_the_job_and_nothing_else(
-    tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys, monkeypatch
+    tiny_params, tiny_windows, tiny_calibration, tmp_path, line, monkeypatch
 ):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("kvlab.core.records.os.replace", full)
-    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys)
+    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, line)
     assert code == 2 and "the disk is full" in err
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_fault_is_exit_code_one(tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys, monkeypatch):
+def test_a_fault_is_exit_code_one(tiny_params, tiny_windows, tiny_calibration, tmp_path, line, monkeypatch):
     monkeypatch.setattr("kvlab.measure.scoring.CANARY_MIN", 1e9)
-    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys)
+    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, line)
     assert code == 1 and "does not reach the attention" in err
     assert not (tmp_path / "out").exists()
 
@@ -288,7 +262,7 @@ def test_the_module_can_be_run(root):
 
 
 @pytest.fixture
-def coded(tiny_params, tiny_calibration, tmp_path, capsys):
+def coded(tiny_params, tiny_calibration, tmp_path, line):
     """Runs a verb on the tiny model; arguments that are not given are files that are right."""
     files = {name: tiny_calibration[name] for name in ("sigma", "codebooks", "components")}
     right = {
@@ -310,7 +284,7 @@ def coded(tiny_params, tiny_calibration, tmp_path, capsys):
     def verb(name: str, **changed):
         given = {"params": json.dumps(tiny_params.model_dump(mode="json"))} | right[name] | changed
         words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
-        return run(name, *words, capsys=capsys)
+        return line(name, *words)
 
     return verb
 
@@ -347,8 +321,7 @@ def test_either_flag_of_bits_counts_beside_the_others_parameter(coded, tiny_para
 
 
 def test_bits_that_a_codec_does_not_take_are_refused_and_write_nothing(coded, tmp_path):
-    code, _, err = coded("recipe", codec="hadamard", bits="2.5")
-    assert code == 2 and err.count("\n") == 1 and "'hadamard'" in err and "2.5" in err
+    refused_line(coded("recipe", codec="hadamard", bits="2.5"), "'hadamard'", "2.5")
     assert not (tmp_path / "recipe.json").exists()
 
 
@@ -418,9 +391,7 @@ def test_bad_input_is_one_line_and_nothing_is_left(coded, tmp_path, case):
     kinds = ("nothing", "binary", "object", "list", "tensors", "folder")
     changed = {key: _other(tmp_path, value) if value in kinds else value for key, value in changed.items()}
     before = _files(tmp_path)
-    code, out, err = coded(verb, **changed)
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert said in err, err
+    err = refused_line(coded(verb, **changed), said)
     if verb in ("inspect", "decode") and "stream" in changed:
         assert str(changed["stream"]) in err, err
     assert _files(tmp_path) == before

@@ -17,7 +17,7 @@ from kvlab.engines.registry import start
 from kvlab.measure.base_logits import CUT, LEAST, NO_FILE, BaseLogits, divergence
 from kvlab.stats.divergences import token_record
 from kvlab.text.corpus import bos
-from refusals import refused
+from refusals import refused, refused_line
 
 CONTEXT, CHUNKS = 32, 3
 
@@ -124,5 +124,4 @@ def test_a_broken_file_is_refused(fault, scored, tmp_path):
 
 def test_logits_of_another_vocabulary_are_one_line(tiny_model, line, tmp_path):
     base = write(tmp_path / "base.kld", np.zeros((2, 4), int), [np.zeros((1, 9))] * 2, 9)
-    code, said, err = line("logits", tiny_model, "--base", base)
-    assert (code, said) == (2, "") and "vocabulary of 9" in err and len(err.splitlines()) == 1
+    refused_line(line("logits", tiny_model, "--base", base), "vocabulary of 9")

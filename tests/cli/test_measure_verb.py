@@ -112,13 +112,12 @@ def test_more_windows_than_there_are_are_refused_and_counted(line, tiny_model, t
     assert run(*words[:-1], told[1], "--no-witness")[0] == 0
 
 
-def test_fewer_windows_than_usual_are_told(tiny_model, tmp_path, texts, capsys):
+def test_fewer_windows_than_usual_are_told(tiny_model, tmp_path, texts, line):
     short, out = tiny.write_text(tmp_path / "short.txt", 8), tmp_path / "found.json"
     words = ("--text", short, "--context", 64, "--eval", 32, "--calib-text", tiny.write_text(tmp_path / "c.txt", 8, 1))
-    cli.main([str(word) for word in ("measure", tiny_model, *words, "--no-witness", "--json", out)])
+    _, said, _ = line("measure", tiny_model, *words, "--no-witness", "--json", out)
     found = json.loads(out.read_text())
     assert 2 <= found["windows"] < found["windows_wanted"] == 16
-    said = capsys.readouterr().out
     assert f"short.txt, all that it has (of a longer text: {found['windows_wanted']})" in said
     assert "all that it has (of a longer text: 32)" in said
 
@@ -133,11 +132,10 @@ def test_what_is_not_read_is_told(run, texts, calibrated):
     assert run("--codec", "fp8", "kivi", "--bits", 2, "--no-witness")[0] == 0
 
 
-def test_a_folder_may_be_the_one_that_one_stands_in(run, tiny_model, texts, monkeypatch, capsys):
+def test_a_folder_may_be_the_one_that_one_stands_in(line, tiny_model, texts, monkeypatch):
     monkeypatch.chdir(tiny_model)
     small = ("--codec", "kivi", "--context", 64, "--eval", 32, "--windows", 2, "--no-witness")
-    cli.main([str(word) for word in ("measure", ".", "--text", texts[0], *small)])
-    assert "kivi" in capsys.readouterr().out
+    assert "kivi" in line("measure", ".", "--text", texts[0], *small)[1]
 
 
 @pytest.mark.full
@@ -158,12 +156,11 @@ def test_the_scored_text_is_not_calibrated_on(run, texts):
     assert (code, said) == (2, "") and "must not have been calibrated on" in err.splitlines()[-1]
 
 
-def test_a_calibration_of_another_model_is_refused(run, calibrated, tmp_path, texts, capsys):
+def test_a_calibration_of_another_model_is_refused(line, calibrated, tmp_path, texts):
     other = tiny.write_model(tmp_path / "other", seed=1)
     words = (other, "--text", texts[0], "--context", 64, "--eval", 32, "--calibration", calibrated)
-    with pytest.raises(SystemExit) as stop:
-        cli.main([str(word) for word in ("measure", *words)])
-    assert stop.value.code == 2 and "was calibrated for model" in capsys.readouterr().err
+    code, _, err = line("measure", *words)
+    assert code == 2 and "was calibrated for model" in err
 
 
 def test_a_codec_that_is_not_calibrated_needs_no_text(run, tiny_model, tmp_path, capsys):

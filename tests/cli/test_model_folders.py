@@ -54,22 +54,17 @@ def folder(tiny_model, tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(folder, text, recipe, tiny_params, tmp_path, capsys, monkeypatch, root):
+def run(folder, text, recipe, tiny_params, tmp_path, line, monkeypatch, root):
     """Exit code and last line of stderr of a line of `VERBS`, on the folder's model unless another is named."""
     monkeypatch.chdir(root)
     monkeypatch.setattr("kvlab.engines.hf.engine.HFEngine.__init__", lambda *_: pytest.fail("an engine was started"))
     out = tmp_path / "out"
     out.mkdir()
 
-    def verb(line: str, model: Path = folder) -> tuple[int, str]:
+    def verb(words: str, model: Path = folder) -> tuple[int, str]:
         params = tiny_params.model_copy(update={"model": tiny_params.model.model_copy(update={"path": str(model)})})
         names = {"model": model, "text": text, "recipe": recipe, "out": out / "x", "params": params.model_dump_json()}
-        code = 0
-        try:
-            cli.main([word.format_map(names) for word in line.split()])
-        except SystemExit as stop:
-            code = stop.code
-        err = capsys.readouterr().err
+        code, _, err = line(*(word.format_map(names) for word in words.split()))
         assert "Traceback" not in err and not list(out.iterdir())
         return code, err.splitlines()[-1]
 
@@ -79,11 +74,6 @@ def run(folder, text, recipe, tiny_params, tmp_path, capsys, monkeypatch, root):
 def spoil(folder: Path, change) -> None:
     found = change(load_file(folder / "model.safetensors"))
     save_file({name: x.clone() for name, x in found.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit(folder: Path, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -104,7 +94,7 @@ def test_eight_bits_with_scales_beside_them_are_refused_by_every_verb(verb, fold
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_rotary_embedding_that_there_is_not_is_named_by_every_verb(verb, folder, run):
-    edit(folder, rope_parameters={"rope_type": "fancy"})
+    tiny.edit(folder / "config.json", rope_parameters={"rope_type": "fancy"})
     code, err = run(VERBS[verb])
     assert code == 2 and "rope_type" in err and "'fancy'; allowed: default, linear" in err
 
@@ -190,7 +180,7 @@ def test_windows_that_are_nearly_blank_are_measured(tiny_model, text, tmp_path, 
 def test_an_attention_that_the_config_names_is_not_what_runs(named, folder, text, tmp_path, capsys):
     """It ran for all that sdpa was asked for: the witness disagreed, or a package was missing."""
     out = tmp_path / "found.json"
-    edit(folder, _attn_implementation=named)
+    tiny.edit(folder / "config.json", _attn_implementation=named)
     line = f"measure {folder} --codec hadamard --text {text} --context 64 --eval 32 --windows 2 --json {out}"
     cli.main(line.split())
     assert json.loads(out.read_text())["witnessed"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.test_cli import flags_of
+from command_line import examples, flags_of
 from kvlab.cli import snapshot as snapshot_verbs
 from kvlab.cli import snapshot_inputs as inputs
 from kvlab.kvstore.snapshot import read
@@ -20,6 +20,7 @@ from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.v1 import HEADER
 from kvstore.snapshot import making
 from kvstore.snapshot.forging import Parts
+from refusals import refused_line
 
 CHUNK = 16
 PROMPT = [7 * n % 320 for n in range(70)]  # four whole chunks and a part
@@ -31,13 +32,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def refused(answer: tuple[int, str, str], *words: str) -> None:
-    """Exit code 2, nothing on stdout, and one line on stderr that holds these words."""
-    code, out, err = answer
-    assert code == 2 and out == "" and err.count("\n") == 1, answer
-    assert all(word in err for word in words), err
 
 
 @pytest.fixture
@@ -82,13 +76,13 @@ def test_inspect_names_the_published_layout_and_what_it_cannot_say(run, tmp_path
     said = json.loads(run("inspect", file, "--json")[1])
     assert (said["format"], said["chunks"], said["due_bytes"]) == ("KVFLASH1", 8, file.stat().st_size)
     file.write_bytes(PUBLISHED_MAGIC + b"short")
-    refused(run("inspect", file), "v1_header_short")
+    refused_line(run("inspect", file), "v1_header_short")
 
 
 def test_inspect_refuses_what_is_damaged_in_front_of_the_payload(run, planted, tmp_path):
-    refused(run("inspect", changed(planted, "bad", payload_at(planted) - 1)), "tokens_checksum")
-    refused(run("inspect", tmp_path / "none"), "cannot read")
-    refused(run("inspect", tmp_path), "cannot read")
+    refused_line(run("inspect", changed(planted, "bad", payload_at(planted) - 1)), "tokens_checksum")
+    refused_line(run("inspect", tmp_path / "none"), "cannot read")
+    refused_line(run("inspect", tmp_path), "cannot read")
 
 
 # ------------------------------------------------------------------------------------- verify
@@ -200,7 +194,7 @@ def test_diff_names_other_identities_and_how_far_the_tokens_go(run, planted, tmp
     assert code == 1 and "tokens: 10 shared of 24 and 24" in out and "[salt]" in out and "[rope]" in out
     assert "0 of 2 compared chunks differ" in out
     damaged = changed(planted, "c", payload_at(planted))
-    refused(run("diff", planted, damaged), "chunk_checksum")
+    refused_line(run("diff", planted, damaged), "chunk_checksum")
 
 
 def test_diff_sees_a_shorter_context_and_another_ledger(run, planted, tmp_path):
@@ -266,7 +260,7 @@ def test_auto_goes_cold_and_says_why_where_consume_refuses(run, saved, restored,
     said = restored(bad)
     assert not said["consumed"] and [one["code"] for one in said["reasons"]] == ["chunk_checksum"]
     assert said["tokens"] == restored(saved)["tokens"]
-    refused(run("restore", bad, "--model", tiny_model, "--tokens", ids, "--mode", "consume"), "chunk_checksum")
+    refused_line(run("restore", bad, "--model", tiny_model, "--tokens", ids, "--mode", "consume"), "chunk_checksum")
     said = restored(saved, "--dtype", "bfloat16")
     assert not said["consumed"] and [one["code"] for one in said["reasons"]] == ["dtype"]
     said = restored(saved, "--salt", "tenant")
@@ -351,12 +345,16 @@ def test_a_text_is_tokenised_by_the_model(run, tiny_model, tmp_path):
     assert code == 0 and json.loads(out)["consumed"] and isinstance(json.loads(out)["text"], str)
 
 
-def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored, tiny_model, ids, tmp_path):
+@pytest.fixture
+def recipe(tmp_path) -> Path:
     from kvlab.cache.files.recipe import write_recipe_file
     from kvlab.codecs.fp8 import Fp8Stream
     from kvlab.core.recipe import Recipe
 
-    recipe = write_recipe_file(tmp_path / "recipe.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
+    return write_recipe_file(tmp_path / "fp8.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
+
+
+def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored, tiny_model, ids, tmp_path, recipe):
     flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK, "--recipe", recipe)
     assert run("save", tmp_path / "lossy", *flags)[0] == 0
     out = run("inspect", tmp_path / "lossy")[1]
@@ -390,15 +388,6 @@ def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
     return out
 
 
-@pytest.fixture
-def recipe(tmp_path) -> Path:
-    from kvlab.cache.files.recipe import write_recipe_file
-    from kvlab.codecs.fp8 import Fp8Stream
-    from kvlab.core.recipe import Recipe
-
-    return write_recipe_file(tmp_path / "fp8.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
-
-
 def test_verify_with_another_recipe_says_that_it_could_not_decode(run, tiny_model, ids, tmp_path, recipe):
     from kvlab.cache.files.recipe import write_recipe_file
     from kvlab.codecs.fp8 import Fp8Stream
@@ -430,8 +419,8 @@ def test_evidence_of_something_else_is_not_stored(run, tiny_model, ids, tmp_path
         "no evidence": ids,
     }
     for words, file in cases.items():
-        refused(run("save", tmp_path / "x", *coded, "--evidence", good, file), words)
-    refused(run("save", tmp_path / "x", *flags, "--evidence", good), "stored as they are without --recipe")
+        refused_line(run("save", tmp_path / "x", *coded, "--evidence", good, file), words)
+    refused_line(run("save", tmp_path / "x", *flags, "--evidence", good), "stored as they are without --recipe")
     assert not (tmp_path / "x").exists()
 
 
@@ -460,19 +449,23 @@ def test_bad_input_of_save_is_one_line_and_nothing_is_written(run, tiny_model, i
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "empty").write_bytes(b"")
     chosen = [flag.format(ids=ids, folder=tmp_path) for flag in flags]
-    refused(run("save", tmp_path / "s", "--model", tiny_model, *chosen), *words)
+    refused_line(run("save", tmp_path / "s", "--model", tiny_model, *chosen), *words)
     assert not (tmp_path / "s").exists()
 
 
 def test_bad_input_of_restore_is_one_line(run, saved, tiny_model, ids, tmp_path):
-    refused(run("restore", saved, "--model", tmp_path, "--tokens", ids), "no config.json")
-    refused(run("restore", saved, "--model", tiny_model, "--tokens", ids, "--mode", "maybe"), "'maybe' is not known")
-    refused(run("restore", saved, "--model", tiny_model, "--tokens", ids, "--decode", "-1"), "--decode")
-    refused(run("restore", saved, "--model", tiny_model, "--text", tmp_path / "nothere"), "cannot read", "nothere")
-    refused(run("restore", saved, "--model", tiny_model, "--tokens", tmp_path / "nothere"), "cannot read", "nothere")
-    refused(run("restore", "--model", tiny_model, "--tokens", ids, "--mode", "consume"), "no snapshot")
-    refused(run("verify"), "FILE")
-    refused(run("diff", saved), "FILE")
+    refused_line(run("restore", saved, "--model", tmp_path, "--tokens", ids), "no config.json")
+    refused_line(
+        run("restore", saved, "--model", tiny_model, "--tokens", ids, "--mode", "maybe"), "'maybe' is not known"
+    )
+    refused_line(run("restore", saved, "--model", tiny_model, "--tokens", ids, "--decode", "-1"), "--decode")
+    refused_line(run("restore", saved, "--model", tiny_model, "--text", tmp_path / "nothere"), "cannot read", "nothere")
+    refused_line(
+        run("restore", saved, "--model", tiny_model, "--tokens", tmp_path / "nothere"), "cannot read", "nothere"
+    )
+    refused_line(run("restore", "--model", tiny_model, "--tokens", ids, "--mode", "consume"), "no snapshot")
+    refused_line(run("verify"), "FILE")
+    refused_line(run("diff", saved), "FILE")
 
 
 def test_names_that_the_flags_know_are_those_of_the_library():
@@ -487,11 +480,6 @@ def test_names_that_the_flags_know_are_those_of_the_library():
 # ------------------------------------------------------------------------------ the documentation
 
 
-def blocks(page: Path):
-    pattern = r"(?:`(?P<name>[\w.]+)`:\n\n)?```(?P<kind>\w+)\n(?P<body>.*?)```"
-    return re.finditer(pattern, page.read_text(), re.DOTALL)
-
-
 def masked(text: str) -> str:
     """Without what is another in every run, or with every version: digests, sizes, times, and the model's words."""
     return re.sub(r"\b[0-9a-f]{64}\b|\d+ bytes|[\d.]+ ms|(?m:^answer: .*$)", "…", text)
@@ -501,23 +489,19 @@ ELSEWHERE = re.compile("import LLM|kvstore.lmcache")  # blocks of docs that test
 
 
 @pytest.mark.full
-def test_the_example_of_the_documentation_runs_as_it_stands_there(run, root, tmp_path, monkeypatch, capsys):
+def test_the_example_of_the_documentation_runs_as_it_stands_there(run, root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").symlink_to(root / "models")
     ran, names = 0, {}
-    for block in blocks(root / "docs/snapshots.md"):
-        if block["name"]:
-            (tmp_path / block["name"]).write_text(block["body"])
-        if block["kind"] == "python" and not ELSEWHERE.search(block["body"]):
-            exec(compile(block["body"], "docs/snapshots.md", "exec"), names)
-        if block["kind"] != "console":
-            continue
-        for line, _, shown in (part.partition("\n") for part in block["body"].split("$ kvlab snapshot ")[1:]):
-            code, out, err = run(*shlex.split(line, comments=True))
-            wanted = re.search(r"# exits (\d)", line)
-            assert (code, err) == (int(wanted[1]) if wanted else 0, ""), line
-            assert masked(out) == masked(shown), line
-            ran += 1
+
+    def python(body: str) -> None:
+        if not ELSEWHERE.search(body):
+            exec(body, names)
+
+    for words, code, shown in examples(root / "docs/snapshots.md", python):
+        found, out, err = run(*shlex.split(words, comments=True)[2:])
+        assert (words[:15], found, err, masked(out)) == ("kvlab snapshot ", code, "", masked(shown)), words
+        ran += 1
     assert ran >= 6 and names["found"].verdict.outcome == "pass" and names["done"].report.prefix_len == 64
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from cli.test_cli import groups
+from command_line import groups
 from kvlab.cli import main as cli
 from kvlab.cli.parsing import command
 

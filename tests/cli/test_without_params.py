@@ -17,6 +17,7 @@ from kvlab import Cache
 from kvlab.cache.vllm import worker
 from kvlab.core import hub
 from kvlab.core.errors import CalibrationMismatch
+from refusals import refused_line
 
 TEXT = "lomi shavo pel driren tuan kalo mi. " * 6
 
@@ -150,8 +151,7 @@ def test_what_cannot_be_encoded_is_one_line(run, tiny_model, words, told):
     assert run("recipe", "--model", tiny_model, "--codec", "fp8", "--out", "r.json")[0] == 0
     Path("long.txt").write_text(TEXT * 40)
     words = [str(word).format(model=tiny_model) for word in words]
-    code, out, err = run("encode", "--recipe", "r.json", "--out", "x.kvls", *words)
-    assert (code, out, err.count("\n")) == (2, "", 1) and told in err, err
+    refused_line(run("encode", "--recipe", "r.json", "--out", "x.kvls", *words), told)
     assert not Path("x.kvls").exists()
 
 
@@ -188,8 +188,7 @@ def test_a_hub_id_is_no_missing_directory(run, tmp_path, monkeypatch, verb, cach
         copy.mkdir(parents=True)
         (copy / "config.json").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = run(*(word.format(id="Someone/model-7b") for word in VERBS[verb]))
-    assert (code, out, err.count("\n")) == (2, "", 1), err
+    err = refused_line(run(*(word.format(id="Someone/model-7b") for word in VERBS[verb])))
     assert "Hugging Face hub" in err and (str(copy) in err) == cached
     assert ("hf download Someone/model-7b" in err and "--revision" in err) != cached
     assert sorted(tmp_path.rglob("*")) == before

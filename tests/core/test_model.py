@@ -15,7 +15,7 @@ from kvlab.core.errors import CapabilityError, ModelError, UnknownName
 from kvlab.core.model import layer_count, load_tokenizer, resolve, resolve_folder
 from kvlab.core.params import Model, ModelEntry
 from kvlab.engines.capability import check, check_protocol
-from refusals import refused
+from refusals import refused, refused_in_one_line
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
@@ -27,8 +27,7 @@ def model(path, n_layers=3) -> Model:
 def edited(folder, tmp_path, **changes):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text()) | changes
-    (copy / "config.json").write_text(json.dumps(config))
+    tiny.edit(copy / "config.json", **changes)
     return copy
 
 
@@ -110,9 +109,8 @@ def test_the_windows_are_those_of_transformers(tmp_path, kind, changes, windows)
 )
 def test_attention_that_is_not_held_is_refused_in_a_line(tmp_path, kind, changes, code, words):
     folder = tiny.write_model(tmp_path / "model", kind)
-    with refused(ModelError, code, *words) as caught:
+    with refused_in_one_line(ModelError, code, *words):
         resolve_folder(edited(folder, tmp_path, **changes))
-    assert "\n" not in str(caught.value)
 
 
 def test_gemma_has_a_rotary_embedding_for_each_kind_of_layer(tmp_path):
@@ -155,9 +153,8 @@ def test_another_number_of_layers(tiny_model):
     ],
 )
 def test_a_config_that_engines_would_read_otherwise_is_refused_in_one_line(tiny_model, tmp_path, changes, code, data):
-    with refused(ModelError, code, *data) as caught:
+    with refused_in_one_line(ModelError, code, *data):
         resolve(model(edited(tiny_model, tmp_path, **changes)))
-    assert "\n" not in str(caught.value)
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -228,9 +225,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ],
 )
 def test_a_hand_edited_config_is_refused_by_the_value_that_is_wrong(tiny_model, tmp_path, changes, code, data):
-    with refused(ModelError, code, *data) as caught:
+    with refused_in_one_line(ModelError, code, *data):
         resolve_folder(edited(tiny_model, tmp_path, **changes))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", sorted(tiny.CLASSES))
@@ -282,9 +278,8 @@ def test_a_folder_without_a_tokenizer_that_reads(tiny_model, tmp_path, case):
     spoil, code = TOKENIZERS[case]
     copy = edited(tiny_model, tmp_path)
     spoil(copy)
-    with refused(ModelError, code, copy) as caught:
+    with refused_in_one_line(ModelError, code, copy):
         load_tokenizer(resolve_folder(copy))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding(tmp_path):

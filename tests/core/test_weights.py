@@ -25,7 +25,8 @@ from kvlab.core.tensors import model_tensors
 from kvlab.core.weights import INDEX, WHOLE, weight_files
 from kvlab.engines.hf.engine import HFEngine
 from kvlab.witness.plain import PlainModel
-from refusals import refused
+from refusals import refused, refused_in_one_line
+from tiny import edit
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -58,9 +59,8 @@ def resolved(folder: Path):
 
 
 def refuses(folder: Path, code: str, *data: object) -> None:
-    with refused(ModelError, code, *data) as caught:
+    with refused_in_one_line(ModelError, code, *data):
         resolved(folder)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_hash_of_an_ordinary_folder_is_that_of_config_and_weights(folder):
@@ -411,9 +411,8 @@ def test_the_attention_that_is_asked_for_runs_whatever_the_config_names(folder, 
 @pytest.mark.parametrize("change", [{"use_cache": "no"}, {"dtype": "fancy"}, {"id2label": 5}, {"eos_token_id": "x"}])
 def test_what_transformers_alone_cannot_read_is_a_line(folder, change):
     edit(folder / "config.json", **change)
-    with refused(ModelError, "model.not-loaded", folder) as caught:
+    with refused_in_one_line(ModelError, "model.not-loaded", folder):
         HFEngine(resolved(folder), "float32", "eager", 32)
-    assert "\n" not in str(caught.value)
 
 
 def test_only_headers_are_read(folder, monkeypatch):
@@ -455,7 +454,3 @@ def test_a_known_model_with_code_of_its_own_runs_without_it(folder):
     edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
     HFEngine(resolved(folder), "float32", "eager", 32)
     assert not marker.exists()
-
-
-def edit(file: Path, **changes) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))

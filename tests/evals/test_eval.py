@@ -14,12 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 import embedded
-from cli.test_cli import flags_of
+from command_line import examples, flags_of
 from evals import local
 from kvlab.cache.files.recipe import write_recipe_file
 from kvlab.cli import evals as eval_verb
 from kvlab.cli import gate as importing
-from kvlab.cli import main as cli
 from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
@@ -35,8 +34,8 @@ CODED = "--codec hadamard --bits 2"
 
 
 @pytest.fixture
-def here(root, tmp_path, monkeypatch, capsys):
-    """A folder with the toy tasks; a function runs a verb in it and gives exit code, stdout and stderr."""
+def here(root, tmp_path, monkeypatch, line):
+    """A folder with the toy tasks; a function runs a verb in it and gives exit code, stdout and stderr's last line."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # without parameters, as many threads as cores
@@ -46,14 +45,9 @@ def here(root, tmp_path, monkeypatch, capsys):
     (tmp_path / "params.yaml").write_text(embedded.text())
     local.write(tmp_path / "toy")
 
-    def run(line: str) -> tuple[int, str, str]:
-        try:
-            cli.main(shlex.split(line))
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err.strip().splitlines()[-1] if captured.err.strip() else ""
+    def run(words: str) -> tuple[int, str, str]:
+        code, out, err = line(*shlex.split(words))
+        return code, out, ["", *err.strip().splitlines()][-1]
 
     return run
 
@@ -128,7 +122,7 @@ def test_the_same_question_asked_again_gets_the_same_evidence(here):
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("typed", "words"),
     [
         ("eval --task needle --engine hf --codec int --out o", ["'needle'", "humaneval", "ruler_v1"]),
         ("eval --task ruler_v1 --engine hf --codec int --out o", ["--context-tokens N"]),
@@ -146,8 +140,8 @@ def test_the_same_question_asked_again_gets_the_same_evidence(here):
         ("eval --task humaneval --engine hf --codec int --include-path nowhere --out o", ["cannot read nowhere"]),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_one_line(here, line, words):
-    code, out, err = here(line)
+def test_a_wish_that_cannot_be_met_is_one_line(here, typed, words):
+    code, out, err = here(typed)
     assert (code, out) == (2, "") and all(word in err for word in words), err
     assert not list(Path().glob("o/*evidence*"))
 
@@ -269,11 +263,6 @@ def test_vllm_answers_with_the_recipe_inside_it(here, root):
 # ------------------------------------------------------------------------------ the documentation
 
 
-def blocks(page: Path):
-    pattern = r"(?:`(?P<name>[\w.]+)`:\n\n)?```(?P<kind>\w+)\n(?P<body>.*?)```"
-    return re.finditer(pattern, page.read_text(), re.DOTALL)
-
-
 def masked(text: str) -> str:
     """Without numbers and digests: those are the model's."""
     return re.sub(r"[+-]?\b[0-9a-f.]*\d[0-9a-f.]*\b", "N", text)
@@ -282,20 +271,14 @@ def masked(text: str) -> str:
 @pytest.mark.full
 def test_the_example_of_the_documentation_runs_as_it_stands_there(here, root):
     ran = 0
-    for block in blocks(root / "docs/eval.md"):
-        if block["name"]:
-            Path(block["name"]).write_text(block["body"])
-        if block["kind"] != "console":
+    for words, code, shown in examples(root / "docs/eval.md", pytest.fail):
+        program, _, typed = words.partition("#")[0].partition(" ")
+        if program != "kvlab":
+            subprocess.run(["bash", "-c", words], check=True)
             continue
-        for line, _, shown in (part.partition("\n") for part in block["body"].split("$ ")[1:]):
-            if not line.startswith("kvlab "):
-                subprocess.run(["bash", "-c", line], check=True)
-                continue
-            code, out, _ = here(line.removeprefix("kvlab ").partition("#")[0])
-            wanted = re.search(r"# exits (\d)", line)
-            assert code == (int(wanted[1]) if wanted else 0), line
-            assert masked(out) == masked(shown), line
-            ran += 1
+        found, out, _ = here(typed)
+        assert (found, masked(out)) == (code, masked(shown)), words
+        ran += 1
     assert ran == 3
 
 

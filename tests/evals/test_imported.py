@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_cli import run as typed
+from command_line import blocks
 from evals import local
 from evals.logged_runs import CODED, DATES, PLAIN, pair, run, written
-from gate.test_gate_cli import blocks
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.rows import Row
@@ -39,13 +38,13 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def importing(here, capsys):
+def importing(here, line):
     """Runs `kvlab gate import` on ``plain`` and ``coded``."""
 
     def of(more: str = "", task: str = "toy_chosen", differs: str = "--differs kv_cache_dtype", mechanism: str = FP8):
-        line = f"gate import --plain plain --coded coded --task {task} --mechanism {mechanism} {differs}"
-        line += " --context-tokens 64 --evals toy/evals.yaml --out out"
-        return typed(*shlex.split(f"{line} {more}"), capsys=capsys)
+        words = f"gate import --plain plain --coded coded --task {task} --mechanism {mechanism} {differs}"
+        words += " --context-tokens 64 --evals toy/evals.yaml --out out"
+        return line(*shlex.split(f"{words} {more}"))
 
     return of
 
@@ -358,14 +357,14 @@ def test_a_flag_that_is_wrong_is_one_line(importing, here, more, words):
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def test_the_lines_of_the_documentation_work_as_they_stand_there(here, root, capsys):
+def test_the_lines_of_the_documentation_work_as_they_stand_there(here, root, line):
     found = list(blocks(root / "docs/eval.md"))
     entry = next(block["body"] for block in found if block["name"] == "entry.yaml")
     Path("evals.yaml").write_text((registry.SHIPPED / "evals.yaml").read_text() + entry)
     pair(here, task="endings")
-    lines = [line for block in found if block["kind"] == "sh" for line in block["body"].splitlines()]
-    typed_lines = [line for line in lines if line.startswith("kvlab ")]
-    assert [typed(*shlex.split(line)[1:], capsys=capsys)[0] for line in typed_lines] == [0, 0]
+    lines = [words for block in found if block["kind"] == "sh" for words in block["body"].splitlines()]
+    typed = [words for words in lines if words.startswith("kvlab ")]
+    assert [line(*shlex.split(words)[1:])[0] for words in typed] == [0, 0]
 
 
 def test_what_the_documentation_says_of_it_is_a_rule(root):

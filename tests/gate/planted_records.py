@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import median
 
@@ -11,6 +12,9 @@ import polars as pl
 from kvlab.core.recipe import IDENTITY, digest
 from kvlab.core.records import Provenance, write_json
 from kvlab.core.testimony import Pool, Proof, Served, Testimony
+from kvlab.gate.cases import Context
+from kvlab.gate.catalogue.rows import Row, read_rows
+from kvlab.gate.check import check
 from kvlab_pipeline.gate_page.measured_rows import RAN
 from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, NEEDLE
 from kvlab_pipeline.studies.mechanisms.records import (
@@ -217,3 +221,15 @@ def plant(folder: Path) -> dict[str, Path]:
     write_json(folder / "needles.json", {"model_hash": "5eed", "needles_hash": "2eed1e", "n": NEEDLES})
     write_json(folder / "ruler.json", {"model_hash": "5eed", "items_hash": "7ex7", "tasks": {}, "greedy": 0})
     return {name: folder / f"{name}.json" for name in ("hf", "vllm", "windows", "needles", "ruler")}
+
+
+def read_back(folder: Path, rows: list[dict]) -> list[Row]:
+    """The rows as the gate takes them from a file."""
+    file = folder / "rows.json"
+    file.write_text(json.dumps(rows))
+    return read_rows(file)
+
+
+def claims(rows: list[Row], context: Context) -> dict:
+    """What the gate says of each row, by its id."""
+    return {claim.row["row_id"]: claim for claim in check(rows, context).claims}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from gate.test_page import CONTEXT, objects, read
+from gate.planted_records import read_back
+from gate.test_page import CONTEXT, objects
 from kvlab_pipeline.gate_page import page
 
 SAID = "The weights are 4-bit ones, dequantised."
 
 
 def test_both_pages_say_it_of_the_models_that_they_hold(tmp_path):
-    rows = read(tmp_path, objects())
+    rows = read_back(tmp_path, objects())
     model = page.write(rows, CONTEXT, tmp_path / "GATE.md").rows[0].model
     page.write(rows, CONTEXT, tmp_path / "GATE.md", disclosures={model: SAID, "elsewhere": "Not here."})
     for name in ("GATE.md", "GATE-reasons.md"):

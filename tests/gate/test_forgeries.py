@@ -13,13 +13,25 @@ import json
 
 import pytest
 
-from gate.planted_records import BASE, CONTEXT, GOOD, NEEDLES, OWN, PAGED, PLAIN_POOL, WINDOWS, record, recounted, table
+from gate.planted_records import (
+    BASE,
+    CONTEXT,
+    GOOD,
+    NEEDLES,
+    OWN,
+    PAGED,
+    PLAIN_POOL,
+    WINDOWS,
+    claims,
+    read_back,
+    record,
+    recounted,
+    table,
+)
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue import EVIDENCE
-from kvlab.gate.catalogue.rows import read_rows
 from kvlab.gate.catalogue.values import RowError
-from kvlab.gate.check import check
 from kvlab.gate.evidence import EvidenceError, parse
 from kvlab.gate.evidence.measures import measured, paired, rate_of
 from kvlab_pipeline.gate_page.measured_rows import rows_of
@@ -63,9 +75,7 @@ def true():
 
 
 def judged(rows, tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(rows))
-    return {claim.row["row_id"]: claim for claim in check(read_rows(path), Context(REGISTRY)).claims}
+    return claims(read_back(tmp_path, rows), Context(REGISTRY))
 
 
 def test_the_true_rows_are_supported_and_nothing_is_certified_without_measuring_again(true, tmp_path):

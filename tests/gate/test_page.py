@@ -23,6 +23,7 @@ from gate.planted_records import (
     WINDOW,
     WINDOWS,
     plant,
+    read_back,
     record,
     recounted,
     seconds,
@@ -32,7 +33,7 @@ from kvlab.core.errors import UserError
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import TIERS
-from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
+from kvlab.gate.catalogue.rows import Row, checked_row
 from kvlab.gate.replay import NOT_REPLAYED
 from kvlab.gate.rules import CRITERIA
 from kvlab_pipeline.gate_page import samples
@@ -65,12 +66,6 @@ NASTY = (
 )
 
 
-def read(tmp_path: Path, objects: list[dict]) -> list[Row]:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(objects))
-    return read_rows(path)
-
-
 def objects(**changed) -> list[dict]:
     given = (BASE, GOOD, LOSSY)
     made = rows_of(record("hf", given, **changed), table(*given), "supported")
@@ -80,7 +75,7 @@ def objects(**changed) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    return read(tmp_path_factory.mktemp("rows"), objects())
+    return read_back(tmp_path_factory.mktemp("rows"), objects())
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +151,7 @@ def test_the_answer_comes_first(page):
 
 def test_without_a_certified_row_the_smallest_that_is_only_open_is_a_preview(tmp_path):
     made = objects()
-    _, summary = judged(read(tmp_path, made), CONTEXT, replayer=confirmed)
+    _, summary = judged(read_back(tmp_path, made), CONTEXT, replayer=confirmed)
     good = next(line for line in summary.rows if line.row_id == "reference/hf/klt-4")
     lossy = next(line for line in summary.rows if line.row_id == "reference/hf/int-2")
     waiting = {"earned": "reviewed_preview", "certified": False, "codes": ("quality_open",), "open": ("needle_recall",)}
@@ -224,7 +219,7 @@ def answers_of(tmp_path, *given):
     scores = pl.concat([table(BASE), *made.values()])
     write_mechanisms(tmp_path / "vllm", record("vllm", given), scores)
     found = samples.read([tmp_path / "vllm.json"])
-    rows = read(tmp_path, rows_of(record("vllm", given), scores, "supported"))
+    rows = read_back(tmp_path, rows_of(record("vllm", given), scores, "supported"))
     summary = write(rows, CONTEXT, tmp_path / "GATE.md", samples=found, replayer=confirmed)
     return summary.answers, (tmp_path / "GATE.md").read_text()
 
@@ -273,7 +268,7 @@ def test_two_pieces_of_evidence_on_one_metric_are_refused(tmp_path):
     worse = next(one for one in made if one["row_id"] == "reference/hf/klt-4")
     worse["evidence"].append(worse["evidence"][1])
     with refused(UserError, "user.evidence-twice", "needle_recall", "klt-4"):
-        judged(read(tmp_path, made), CONTEXT)
+        judged(read_back(tmp_path, made), CONTEXT)
 
 
 def test_numbers_that_no_evidence_backs_are_not_told(tmp_path):
@@ -282,7 +277,7 @@ def test_numbers_that_no_evidence_backs_are_not_told(tmp_path):
         if one["row_id"] == "reference/hf/klt-4":
             one["evidence"][0]["metrics"]["kl"]["value"] = 0.0015  # by hand
             one.pop("kl")
-    _, summary = judged(read(tmp_path, made), CONTEXT)
+    _, summary = judged(read_back(tmp_path, made), CONTEXT)
     line = next(line for line in summary.rows if line.row_id == "reference/hf/klt-4")
     assert line.metrics.keys() == {"needle_recall"} and line.earned == "unsupported"
     assert line.codes == ("evidence_tampered",) and "evidence_tampered" in line.why
@@ -297,10 +292,10 @@ def test_what_is_stale_is_said_in_a_word(rows):
 
 def test_a_ratio_needs_one_baseline_of_the_same_run(tmp_path, sampled):
     made = [one for one in objects() if one["engine"] == "hf"]
-    alone = judged(read(tmp_path, made[1:]), CONTEXT, sampled)[1]
+    alone = judged(read_back(tmp_path, made[1:]), CONTEXT, sampled)[1]
     assert {line.throughput_ratio for line in alone.rows} == {None}
     sampled = sampled | {("other", made[0]["row_id"]): sampled[made[0]["run"], made[0]["row_id"]]}
-    other_run = judged(read(tmp_path, [made[0] | {"run": "other"}, *made[1:]]), CONTEXT, sampled)[1]
+    other_run = judged(read_back(tmp_path, [made[0] | {"run": "other"}, *made[1:]]), CONTEXT, sampled)[1]
     assert [line.throughput_ratio for line in other_run.rows if line.compresses] == [None, None]
 
 
@@ -368,7 +363,7 @@ def named(text: str, tmp_path: Path) -> str:
     for one in made:
         if one["support_status"] == "unsupported":
             one["mechanism_notes"] = text
-    write(read(tmp_path, made), Context(REGISTRY), tmp_path / "GATE.md")
+    write(read_back(tmp_path, made), Context(REGISTRY), tmp_path / "GATE.md")
     return whole(tmp_path / "GATE.md")
 
 

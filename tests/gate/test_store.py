@@ -8,7 +8,7 @@ from gate.databases import dump, held, ingest, published, row, start
 from kvlab.core.errors import StorageError, UserError
 from kvlab.gate.store import StoreLocked, open_store
 from kvlab.gate.store.queries import query
-from refusals import refused
+from refusals import refused_in_one_line
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def path(tmp_path):
 
 
 def not_opened(path, code=None, *data, error=StorageError, **options):
-    with refused(error, code, *data) as caught, open_store(path, **options):
+    with refused_in_one_line(error, code, *data) as caught, open_store(path, **options):
         raise AssertionError("opened")
-    assert "\n" not in str(caught.value) and isinstance(caught.value, UserError)
+    assert isinstance(caught.value, UserError)
 
 
 def test_a_store_is_made_only_on_request_and_with_its_folder(tmp_path):
@@ -89,14 +89,13 @@ def test_a_mistake_in_a_statement_is_not_blamed_on_the_disk(path):
 
 
 def test_a_store_that_another_process_holds_is_said_within_the_timeout(path):
+    before = dump(path)
     with held(path):
         began = time.monotonic()
-        with refused(StoreLocked, None, path) as caught, open_store(path, timeout=0.2) as store:
+        with refused_in_one_line(StoreLocked, None, path), open_store(path, timeout=0.2) as store:
             ingest(store, [row(3)], "a")
         assert 0.2 <= time.monotonic() - began < 3
-        assert "\n" not in str(caught.value)
-    with open_store(path) as store:
-        assert len(query(store)) == 2
+    assert dump(path) == before
 
 
 def test_readers_go_on_beside_a_writer_and_a_second_writer_waits_no_longer_than_asked(path):
@@ -131,18 +130,6 @@ def test_an_old_database_that_is_being_read_is_not_upgraded_under_its_reader(tmp
 
 
 # ----------------------------------------------------------------------------------------- full
-
-
-def test_a_full_disk_is_said_and_changes_nothing(path):
-    before = dump(path)
-    with open_store(path) as store:
-        pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
-        store.connection.execute(f"PRAGMA max_page_count = {pages}")
-        with refused(StorageError, "storage.disk-full", path):
-            ingest(store, [row(i, mechanism_notes="x" * 999) for i in range(100)], "b")
-        assert not store.connection.in_transaction
-        assert len(query(store)) == 2
-    assert dump(path) == before
 
 
 SHORT_OF_ROOM = """

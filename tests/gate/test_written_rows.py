@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from gate.planted_records import BASE, CONTEXT, GOOD, VALUES, plant, record, run_of, table
+from gate.planted_records import BASE, CONTEXT, GOOD, VALUES, plant, read_back, record, run_of, table
 from kvlab.core.errors import NonFinite, StorageError
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
@@ -68,9 +68,7 @@ def scores(found=ITEMS, lost=0, same=0.99):
 
 
 def claim(tmp_path, **asked):
-    made = rows_of(record(rows=ROWS), scores(**asked), "supported")
-    (tmp_path / "rows.json").write_text(json.dumps(made))
-    read = read_rows(tmp_path / "rows.json")
+    read = read_back(tmp_path, rows_of(record(rows=ROWS), scores(**asked), "supported"))
     (found,) = (one for one in check(read, Context(REGISTRY)).claims if one.row["row_id"].endswith("klt-4"))
     _, summary = judged(read, Context(REGISTRY))
     return found, {judgement.key: judgement for judgement in found.judgements}, summary

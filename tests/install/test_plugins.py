@@ -23,7 +23,7 @@ from kvlab.core.records import read_job
 from kvlab_pipeline.jobs.measure import measure
 from kvlab_pipeline.jobs.plan import jobs
 from kvlab_pipeline.studies.settings import Settings
-from refusals import refused
+from refusals import refused, refused_in_one_line
 
 POINT = {"sign": "kvlab_sign:PLUGIN"}
 
@@ -142,9 +142,8 @@ BROKEN = {
 def test_a_broken_package_is_refused_by_its_name(site, kind):
     files, points, code, data = BROKEN[kind]
     install(site, files, points)
-    with refused(PluginError, code, "package kvlab-sign", *data) as caught:
+    with refused_in_one_line(PluginError, code, "package kvlab-sign", *data):
         build(recipe(next(iter(points)), bits=2).k)
-    assert "\n" not in str(caught.value)
 
 
 def test_two_packages_of_one_name_are_refused(sign):

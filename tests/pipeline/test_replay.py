@@ -9,7 +9,6 @@ import random
 import polars as pl
 import pytest
 
-from cli.test_cli import run as typed
 from kvlab.core.code import digest_of
 from kvlab.core.errors import Fault
 from kvlab.core.recipe import canonical
@@ -385,19 +384,19 @@ def test_no_seed_decides_which_items_are_drawn(origin):
 # ------------------------------------------------------------------------------------ as it is typed
 
 
-def test_only_the_verb_that_measures_puts_certified_rows_into_a_store(origin, evals, tmp_path, monkeypatch, capsys):
+def test_only_the_verb_that_measures_puts_certified_rows_into_a_store(origin, evals, tmp_path, monkeypatch, line):
     monkeypatch.chdir(origin.root)
     db, given = str(tmp_path / "rows.db"), ("--evals", str(evals))
     query = ("gate", "query", db, "--certified", "--format", "json")
-    assert typed("gate", "ingest", db, "rows.json", *given, capsys=capsys)[0] == 0
-    assert json.loads(typed(*query, capsys=capsys)[1]) == []
-    line = ("gate", "replay", "rows.json", *given, "--params", canonical(origin.params.model_dump(mode="json")))
-    code, _, err = typed(*line, "--store", db, capsys=capsys)
+    assert line("gate", "ingest", db, "rows.json", *given)[0] == 0
+    assert json.loads(line(*query)[1]) == []
+    again = ("gate", "replay", "rows.json", *given, "--params", canonical(origin.params.model_dump(mode="json")))
+    code, _, err = line(*again, "--store", db)
     assert code == 2 and "certified is 0 there and 1 here" in err  # in silence no row becomes better
-    code, out, err = typed(*line, "--store", db, "--replace", "--format", "json", capsys=capsys)
+    code, out, err = line(*again, "--store", db, "--replace", "--format", "json")
     claims = {claim["row"]["row_id"] for claim in json.loads(out)["claims"] if claim["certified"]}
     assert f"tiny/hf/{origin.of(LABEL)}: certified\n" in err and code == 0
-    stored = json.loads(typed(*query, capsys=capsys)[1])
+    stored = json.loads(line(*query)[1])
     assert {row["row_id"] for row in stored} == claims and json.loads(stored[0]["replay"])["scores"]
 
 

@@ -18,7 +18,6 @@ from docutils.core import publish_parts
 from docutils.utils import SystemMessage
 
 import kvlab
-from cli.test_cli import run
 from kvlab.cli.main import verbs
 from kvlab.core.paramfile import read_yaml
 from kvlab_pipeline.jobs import plan
@@ -250,9 +249,9 @@ def typed(pattern: str) -> list[str]:
 
 
 @pytest.mark.parametrize("arguments", typed("kvlab params"))
-def test_the_checks_in_config_readme_work_as_typed(arguments, monkeypatch, capsys):
+def test_the_checks_in_config_readme_work_as_typed(arguments, monkeypatch, line):
     monkeypatch.chdir(ROOT)
-    code, out, err = run("params", *arguments.split(), capsys=capsys)
+    code, out, err = line("params", *arguments.split())
     assert code == 0, err
     assert "models:" in out
 

@@ -29,6 +29,13 @@ def run(*command, cwd=ROOT, timeout=300) -> subprocess.CompletedProcess:
     return subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
 
+def counted(planned: subprocess.CompletedProcess) -> dict[str, int]:
+    """The jobs that a dry run plans, by rule."""
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    table = planned.stdout.partition("Job stats:")[2]
+    return {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+
+
 def script(name, *arguments, cwd=ROOT) -> subprocess.CompletedProcess:
     return run(sys.executable, ROOT / "workflow" / "scripts" / name, *arguments, cwd=cwd)
 
@@ -90,10 +97,7 @@ def test_snakemake_lint_is_clean():
 
 
 def test_the_report_plans_every_job(workspace, params):
-    planned = run(*SNAKEMAKE, "-n", REPORT, cwd=workspace)
-    assert planned.returncode == 0, planned.stdout + planned.stderr
-    table = planned.stdout.partition("Job stats:")[2]
-    counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+    counts = counted(run(*SNAKEMAKE, "-n", REPORT, cwd=workspace))
     captured, together = len(params.calibration.engines), set(plan.STUDIES) - {plan.LADDER}
     once = (
         "corpus_model",
@@ -213,11 +217,9 @@ def test_a_model_with_fewer_studies_brings_the_factorial_alone(workspace):
     document = yaml.safe_load((workspace / "params.yaml").read_text())
     document["models"].append({"path": "models/reference", "slug": "second", "studies": []})
     (workspace / "params.yaml").write_text(yaml.safe_dump(document | {"studies": ["ladder"]}))
-    planned = run(*SNAKEMAKE, "-n", REPORT, cwd=workspace)
-    assert planned.returncode == 0, planned.stdout + planned.stderr
-    counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
+    counts = counted(run(*SNAKEMAKE, "-n", REPORT, cwd=workspace))
     both, alone = ("corpus_model", "measure_float32", "gap_metrics"), ("gate_rows", "needles_model", "ladder_jobs")
-    assert {counts[name] for name in both} == {"2"} and {counts[name] for name in alone} == {"1"}
+    assert {counts[name] for name in both} == {2} and {counts[name] for name in alone} == {1}
     (workspace / "params.yaml").write_text(yaml.safe_dump(document | {"studies": ["cells"]}))
     refused = run(*SNAKEMAKE, "-n", REPORT, cwd=workspace)
     assert refused.returncode == 2 and "of model 'second' would share a process" in refused.stderr
@@ -225,10 +227,8 @@ def test_a_model_with_fewer_studies_brings_the_factorial_alone(workspace):
 
 @pytest.mark.full
 def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params):
-    planned = run(*SNAKEMAKE, "-n", "ladder", cwd=workspace)
-    assert planned.returncode == 0, planned.stdout + planned.stderr
-    counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
-    assert int(counts["ladder_jobs"]) == 1
+    counts = counted(run(*SNAKEMAKE, "-n", "ladder", cwd=workspace))
+    assert counts["ladder_jobs"] == 1
     assert not {"codebooks", "measure_float32", "report"} & counts.keys()
 
 
@@ -240,9 +240,8 @@ def test_what_nobody_asks_for_is_neither_captured_nor_fitted(workspace):
     data["kvstore"]["restore"] = {"codecs": ["klt"]}
     (workspace / "params.yaml").write_text(yaml.safe_dump(data))
     planned = run(*SNAKEMAKE, "-n", "-p", REPORT, cwd=workspace)
-    assert planned.returncode == 0, planned.stdout + planned.stderr
-    counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
-    assert "archive_origin" not in counts and int(counts["asked_model"]) == 1
+    counts = counted(planned)
+    assert "archive_origin" not in counts and counts["asked_model"] == 1
     assert "step asked --codecs  --out" in planned.stdout
 
 
@@ -257,10 +256,7 @@ def test_a_cell_of_another_origin_gets_components_of_that_origin_when_it_reads_t
     data["cells"] |= {"elsewhere": entry}
     (workspace / "params.yaml").write_text(yaml.safe_dump(data))
     for target, number in fitted.items():
-        planned = run(*SNAKEMAKE, "-n", target, cwd=workspace)
-        assert planned.returncode == 0, planned.stdout + planned.stderr
-        counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
-        assert int(counts["components_origin"]) == number, target
+        assert counted(run(*SNAKEMAKE, "-n", target, cwd=workspace))["components_origin"] == number, target
 
 
 @pytest.mark.nightly

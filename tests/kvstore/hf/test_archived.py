@@ -19,7 +19,6 @@ from kvlab.codecs.archive.file import load
 from kvlab.codecs.recipes import named_recipe
 from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, SnapshotRefused, StreamError
-from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.geometry import same_bits
 from kvlab.kvstore.restore import restore
 from kvlab.kvstore.snapshot import read
@@ -28,6 +27,7 @@ from kvlab.kvstore.snapshot.payload import coder_for, recipe_coder
 from kvlab.kvstore.snapshot.reasons import Code
 from kvstore import archiving
 from kvstore.archiving import CHUNK
+from kvstore.hf.prompts import run_after
 from kvstore.snapshot.forging import Parts
 from refusals import refused
 from tiers import examples
@@ -45,12 +45,6 @@ def archive(hf_engine, tiny_windows) -> Archive:
 @pytest.fixture(scope="module")
 def coder(archive, model) -> ArchiveChunks:
     return archiving.coder(archive, model)
-
-
-def run_after(tokens, model, config) -> PagedRun:
-    run = PagedRun(model, config)
-    run.extend(tokens)
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.hf.prompts import prompt, run_after
+from kvstore.snapshot.forging import flip
 from refusals import refused
 
 OLD = prompt(64)  # what the snapshots of these tests hold
@@ -165,12 +166,6 @@ class TestChoice:
             for mode in MODES:
                 with pytest.raises(UserError):
                     restore(model, bad, file, roomy, mode=mode)
-
-
-def flip(path, at: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << bit
-    path.write_bytes(data)
 
 
 class TestRefused:

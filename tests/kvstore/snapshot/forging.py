@@ -1,10 +1,11 @@
-"""Snapshots taken apart, changed, and put together with right checksums: a forger's files, not damaged ones."""
+"""Snapshots taken apart, changed, and put together with right checksums: a forger's files; and a damaged one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import google_crc32c
 
@@ -14,6 +15,13 @@ from kvlab.core.recipe import canonical
 from kvlab.kvstore.snapshot.format import HEADER, MAGIC, PURPOSE, RECORD, U32, VERSION, SnapshotHeader, chunk_digest
 
 FIELDS = ("link", "digest", "nbytes", "last_use", "score", "flags")
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.chain import links, read_tokens, root, shared, token_bytes
 from kvstore.snapshot import making
 from kvstore.snapshot.making import CHUNKS, GEOMETRY
@@ -40,14 +39,6 @@ def test_a_link_says_which_chunk_it_is_of():
     """Equal chunks at other places, in other chunk sizes or under another salt have other links."""
     found = [*links([5] * 12, 4), *links([5] * 12, 6), *links([5] * 12, 4, salt="a"), root(), root("a")]
     assert len(set(found)) == len(found)
-
-
-@pytest.fixture(scope="module")
-def snapshot(tmp_path_factory):
-    path = tmp_path_factory.mktemp("chain") / "s"
-    making.written(path)
-    with read.open(path) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("edited", range(LENGTH))

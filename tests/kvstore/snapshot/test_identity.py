@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+import tiny
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
 from kvlab.core.codec_settings import IdentityStream
@@ -14,7 +13,6 @@ from kvlab.core.model import resolve
 from kvlab.core.params import Model
 from kvlab.core.recipe import Recipe
 from kvlab.kvstore.paging.geometry import Geometry
-from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import CodecIdentity, differences, identity_of, rope_of
 from kvlab.kvstore.snapshot.reasons import Code
 from kvstore.snapshot import making
@@ -48,14 +46,6 @@ OTHERS = {
     "chunk": (Code.LAYOUT, {"geometry": layout(chunk_tokens=64)}),
     "coded": (Code.CODEC, {"codec": codec()}),
 }
-
-
-@pytest.fixture(scope="module")
-def snapshot(tmp_path_factory):
-    path = tmp_path_factory.mktemp("identity") / "s"
-    making.written(path)
-    with read.open(path) as opened:
-        yield opened
 
 
 def test_its_own_identity_is_no_reason(snapshot):
@@ -138,11 +128,6 @@ def of(folder, **settings):
     return identity_of(resolve(Model(path=str(folder), n_layers=6), loads=False), "bfloat16", **settings)
 
 
-def changed(folder, **fields) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-
-
 def codes(ours, theirs) -> set[Code]:
     return {reason.code for reason in differences(ours, theirs)}
 
@@ -164,13 +149,13 @@ def test_each_file_of_a_model_counts(model):
     (model / "added_tokens.json").write_text("{}")
     assert codes(before, of(model)) == {Code.TOKENIZER}
     before = of(model)
-    changed(model, rms_norm_eps=1e-5)
+    tiny.edit(model / "config.json", rms_norm_eps=1e-5)
     assert codes(before, of(model)) == {Code.MODEL, Code.CONFIG}
     before = of(model)
-    changed(model, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+    tiny.edit(model / "config.json", rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
     assert codes(before, of(model)) == {Code.MODEL, Code.ROPE}
     before = of(model)
-    changed(model, transformers_version="0.0")
+    tiny.edit(model / "config.json", transformers_version="0.0")
     assert codes(before, of(model)) == {Code.MODEL}, "its bytes are others, nothing else is"
 
 
@@ -187,7 +172,7 @@ def test_a_model_whose_tokenizer_is_not_known_has_no_identity(model):
 
 
 def test_a_config_that_holds_no_numbers_has_no_identity(model):
-    changed(model, initializer_range=float("nan"))
+    tiny.edit(model / "config.json", initializer_range=float("nan"))
     with refused(ModelError, "model.config-not-finite", "config.json"):
         of(model)
 

@@ -11,7 +11,7 @@ from kvlab.core.recipe import Recipe
 from kvlab.kvstore.snapshot.numerics import COMPUTED, DECODED, PREFILL
 from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
-from kvlab.kvstore.snapshot.write import SnapshotSource, save
+from kvlab.kvstore.snapshot.write import save
 from kvlab.kvstore.vllm.miss_reasons import MissReason
 from kvlab.kvstore.vllm.settings import ConnectorSettings
 from kvlab.kvstore.vllm.snapshot_index import SnapshotIndex
@@ -53,9 +53,7 @@ def step(planner, *requests):
 
 
 def put(folder, count: int = 2, **made):
-    chunks = [making.chunk(number) for number in range(count)]
-    source = SnapshotSource(making.identity(), chunks, making.ledger(count), making.tokens(count * SIZE))
-    return save(folder / f"{count}", source, made=made).path
+    return making.written(folder / f"{count}", count, made=made).path
 
 
 def begun(planner, one: SimpleNamespace, local: int = 0) -> int:
@@ -165,8 +163,7 @@ class TestLossy:
 
     @pytest.fixture
     def path(self, planner, tmp_path):
-        chunks = [making.gaussian(number, making.GEOMETRY) for number in range(2)]
-        source = SnapshotSource(making.identity(), chunks, making.ledger(2), making.tokens(2 * SIZE))
+        source = making.source(2 * SIZE, make=making.gaussian)
         return save(tmp_path / "lossy", source, coder=planner.context.coder).path
 
     def codes(self, planner, one, vllm) -> list[str]:

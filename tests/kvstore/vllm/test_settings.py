@@ -6,7 +6,7 @@ import pytest
 
 from kvlab.core.errors import ParamsError, UnknownName
 from kvlab.kvstore.vllm.settings import ConnectorSettings, Wish, transfer_config
-from refusals import refused
+from refusals import refused_in_one_line
 
 
 def test_what_the_configuration_says_is_what_the_connector_reads(tmp_path):
@@ -35,9 +35,8 @@ def test_what_the_configuration_says_is_what_the_connector_reads(tmp_path):
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(extra, error, code, data):
-    with refused(error, code, *data) as caught:
+    with refused_in_one_line(error, code, *data):
         ConnectorSettings.read(extra)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import takewhile
 from unittest.mock import Mock
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from kvlab.core.errors import StorageError
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
-from kvlab.kvstore.snapshot.write import SnapshotSource, save
+from kvlab.kvstore.snapshot.write import save
 from kvlab.kvstore.vllm.miss_reasons import MissReason
 from kvlab.kvstore.vllm.snapshot_index import Match, SnapshotIndex
 from kvstore.snapshot import making
@@ -22,9 +23,7 @@ IDENTITY = making.identity()
 
 
 def put(path, tokens: list[int], **changes) -> None:
-    count = len(tokens) // SIZE
-    chunks = [making.chunk(number) for number in range(count)]
-    save(path, SnapshotSource(making.identity(**changes), chunks, making.ledger(count), tokens))
+    save(path, replace(making.source(len(tokens), **changes), tokens=tokens))
 
 
 def common(ours: list[int], theirs: list[int]) -> int:

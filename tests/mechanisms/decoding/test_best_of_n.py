@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import AutoModelForCausalLM
 
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.recipes import named_recipe
@@ -24,11 +23,6 @@ pytestmark = pytest.mark.full
 PROMPT = list(range(30, 70))
 OWN = Sampling(0.9, 40, seed=10)
 P = np.array([0.4, 0.25, 0.2, 0.1, 0.05])
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from transformers import (
-    AutoModelForCausalLM,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -251,11 +250,6 @@ def test_every_part_of_the_place_counts():
 PROMPTS = [list(range(20, 30)), list(range(50, 57)), [7, 9]]
 SETTINGS = [Sampling(0.8, 20, 0.9, 0.02, seed=1), Sampling(seed=2), Sampling(0)]
 HOW = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

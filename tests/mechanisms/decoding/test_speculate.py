@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.kivi import KiviStream
@@ -24,11 +24,6 @@ GREEDY = Sampling(0)
 HADAMARD = named_recipe("hadamard", bits=3)
 KIVI = Recipe(k=KiviStream(bits=4, axis="channel", group=8, block_size=8), v=KiviStream(bits=4, axis="token", group=8))
 CODECS = {"identity": IDENTITY, "hadamard": HADAMARD, "kivi": KIVI}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
 
 class Wrong:

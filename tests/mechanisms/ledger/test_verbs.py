@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
-from kvlab.cli import main as cli
 from kvlab_mechanisms.ledger import log
 from kvlab_mechanisms.ledger.jobs import enter, entry_of
 
@@ -14,22 +14,13 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
+def run(line, tmp_path, monkeypatch):
     """Exit code, stdout and stderr of a verb, in a folder with a log of three jobs."""
     monkeypatch.chdir(tmp_path)
     for n in range(3):
         (tmp_path / f"made{n}").write_text(str(n))
     enter([entry_of(f"rule n={n}", [], [f"made{n}"], []) for n in range(3)])
-
-    def one(*arguments) -> tuple[int, str, str]:
-        try:
-            cli.main(["ledger", *arguments])
-            code = 0
-        except SystemExit as left:
-            code = left.code
-        return (code, *capsys.readouterr())
-
-    return one
+    return partial(line, "ledger")
 
 
 def test_a_log_from_its_first_checkpoint_to_a_proof(run, tmp_path):

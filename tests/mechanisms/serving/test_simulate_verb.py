@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
-from kvlab.cli import main as cli
+from refusals import refused_line
 
 pytestmark = pytest.mark.full
 
@@ -14,21 +15,12 @@ ARM = {"page": 16, "seconds": [0.02, 1e-3, 1e-7, 1e-3, 2e-10], "half_width": Non
 
 
 @pytest.fixture
-def run(tmp_path, capsys):
+def run(tmp_path, line):
     """Exit code, stdout and stderr."""
     measured = tmp_path / "steps.json"
     arms = {"bf16": ARM | {"token_bytes": 23040}, "klt4": ARM | {"token_bytes": 5800}}
     measured.write_text(json.dumps({"arms": arms}))
-
-    def verb(*words) -> tuple[int, str, str]:
-        code = 0
-        try:
-            cli.main([str(one) for one in ("simulate", *words, "--measured", measured)])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return verb
+    return partial(line, "simulate", "--measured", measured)
 
 
 def test_each_codec_is_a_row(run, tmp_path):
@@ -67,18 +59,13 @@ def test_a_trace_of_a_file(run, tmp_path):
     ],
 )
 def test_mistakes_are_one_line(run, words, said):
-    code, out, err = run(*words)
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1 and said in err
+    refused_line(run(*words), said)
 
 
 @pytest.mark.parametrize(
     "changed", [{"token_bytes": 0}, {"seconds": [1, 2]}, {"seconds": [-1, 0, 0, 0, 0]}, {"odd": 1}, {"page": 0}]
 )
-def test_a_measured_file_that_is_none_is_refused(tmp_path, capsys, changed):
+def test_a_measured_file_that_is_none_is_refused(tmp_path, line, changed):
     path = tmp_path / "steps.json"
     path.write_text(json.dumps({"arms": {"a": ARM | {"token_bytes": 2} | changed}}))
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["simulate", "azure-conv", "--measured", str(path)])
-    assert stop.value.code == 2
-    assert f"a.{next(iter(changed))}" in capsys.readouterr().err
+    refused_line(line("simulate", "azure-conv", "--measured", path), f"a.{next(iter(changed))}")

@@ -13,6 +13,7 @@ from kvlab.core.records import BaselineCell, BaselineRecord, CellRecord, Coding,
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.jobs.plan import baseline_runs, study_cells
 from kvlab_pipeline.studies.measured import Measured, Results
+from pipeline.report.planted_identity import provenance
 from pipeline.report.shipped import shipped
 
 BOOT = Bootstrap(400, 0.95, 0)
@@ -50,14 +51,7 @@ def planted_results(
     run_kl : callable, optional
         Mean KL of a baseline run, over the windows of the study; its further windows hold ten times that.
     """
-    origin = Provenance(
-        model="reference",
-        model_hash="5" * 16,
-        corpus_hash="c" * 16,
-        calibration={},
-        versions={"kvlab": "1"},
-        device="cpu",
-    )
+    origin = provenance(calibration={})
     cells = [cell for engine in params.engines for cell in study_cells(params, study, engine)]
     measured = tuple(
         Measured(

@@ -9,10 +9,11 @@ import polars as pl
 
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell
-from kvlab.core.records import TOKENS, CellRecord, Coding, Provenance
+from kvlab.core.records import TOKENS, CellRecord, Coding
 from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.mitigations import plan
 from kvlab_pipeline.studies.mitigations.plan import ChoiceRecord, LayerChoice, Step
+from pipeline.report.planted_identity import SIGMAS, provenance
 from pipeline.report.shipped import shipped
 
 WINDOWS, CONTEXT, EVAL = 16, 64, 17
@@ -67,19 +68,6 @@ def planted_params(**changes) -> Params:
     return shipped(small | short, changes)
 
 
-def planted_provenance(**changes) -> Provenance:
-    """The identity of everything planted."""
-    values = {
-        "model": "reference",
-        "model_hash": "5" * 16,
-        "corpus_hash": "c" * 16,
-        "calibration": {"hf": "a" * 16},
-        "versions": {"kvlab": "0.1.0"},
-        "device": "cpu",
-    }
-    return Provenance(**values | changes)
-
-
 def planted_choice(params: Params, choice: LayerChoice = CHOICE, saved: float = 0.4, **changes) -> ChoiceRecord:
     """A record whose searches save `saved` of the KL that the studied recipe or uniform `klt` has."""
     n = params.model.n_layers
@@ -95,7 +83,7 @@ def planted_choice(params: Params, choice: LayerChoice = CHOICE, saved: float = 
             for one, kl in zip(path, kls, strict=True)
         )
     values = {
-        "provenance": planted_provenance(),
+        "provenance": provenance(calibration={"hf": SIGMAS["hf"]}),
         "engine": params.calibration.origin,
         "dtype": params.gap.dtype,
         "protocol": "snapshot",
@@ -121,7 +109,7 @@ def planted_results(params: Params, planted: Planted, choice: LayerChoice = CHOI
                 bits, kl = (16.0, FLOOR) if arm is identity else (planted.bits[arm.name], planted.kl(arm.name))
                 if cell.cell_id not in cells:  # two arms may be one cell: it is what the first one is
                     cells[cell.cell_id] = measured(cell, kl, bits, weight, planted)
-    return Results(tuple(cells.values()), {}, {}, planted_provenance(**changes))
+    return Results(tuple(cells.values()), {}, {}, provenance(**changes))
 
 
 def measured(cell: Cell, mean_kl: float, bits: float, weight: np.ndarray, planted: Planted) -> Measured:
@@ -145,4 +133,4 @@ def measured(cell: Cell, mean_kl: float, bits: float, weight: np.ndarray, plante
         whitened_error={},
     )
     record = CellRecord(cell_id=cell.cell_id, recipe_id=cell.recipe_id, cell=cell, coding=coding, canary_kl=0.1)
-    return Measured(record, planted_provenance(), CONTEXT, EVAL, table)
+    return Measured(record, provenance(), CONTEXT, EVAL, table)

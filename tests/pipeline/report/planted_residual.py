@@ -18,25 +18,17 @@ from kvlab_pipeline.studies.residual.record import (
     recipes,
     write_residual,
 )
+from pipeline.report.planted_identity import SIGMAS, VERSIONS, provenance
 
 HEADS, HEAD_DIM = 2, 64
 RELATIVE = {"k": 0.02, "v": 0.06}
 WHITENED = 0.25  # of the raw error
-SIGMAS = {"hf": "a" * 16, "vllm": "b" * 16}  # hashes, by whose capture they were fitted on
-VERSIONS = {"kvlab": "0.1.0", "python": "3.11"}
 
 
 def planted_provenance(params: Params, **changes) -> Provenance:
-    """The identity of a planted study."""
-    values = {
-        "model": "reference",
-        "model_hash": "5" * 16,
-        "corpus_hash": "c" * 16,
-        "calibration": {params.calibration.origin: SIGMAS[params.calibration.origin]},
-        "versions": VERSIONS,
-        "device": "cpu",
-    }
-    return Provenance(**values | changes)
+    """The identity of a planted study, which is fitted on one capture."""
+    origin = params.calibration.origin
+    return provenance(**{"calibration": {origin: SIGMAS[origin]}} | changes)
 
 
 def planted_record(params: Params, engine: str, d_eff: tuple[RankCounts, ...], **changes) -> ResidualRecord:

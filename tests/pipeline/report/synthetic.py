@@ -23,7 +23,6 @@ from kvlab.core.records import (
     CellRecord,
     Coding,
     JobRecord,
-    Provenance,
     file_hash,
     fingerprint,
     read_json,
@@ -37,7 +36,8 @@ from kvlab_pipeline.studies.baseline.truth import peer_of, trial_windows
 from kvlab_pipeline.studies.chapter import Sources
 from kvlab_pipeline.studies.mitigations.plan import ChoiceRecord, LayerChoice, Step, search_id
 from pipeline.report.planted_facts import write_facts
-from pipeline.report.planted_residual import SIGMAS, write_residuals
+from pipeline.report.planted_identity import provenance
+from pipeline.report.planted_residual import write_residuals
 from pipeline.report.shipped import shipped
 
 VOCABULARY = 512
@@ -159,19 +159,6 @@ def write_results(
         choice=write_choice(folder, params) if plan.CHOSEN in plan.studies(params) else None,
         ladder=write_facts(folder, params, provenance()) if plan.LADDER in plan.studies(params) else None,
     )
-
-
-def provenance(**changes) -> Provenance:
-    """The identity that all synthetic rows share."""
-    values = {
-        "model": "reference",
-        "model_hash": "5" * 16,
-        "corpus_hash": "c" * 16,
-        "calibration": SIGMAS,
-        "versions": {"kvlab": "0.1.0", "python": "3.11"},
-        "device": "cpu",
-    }
-    return Provenance(**values | changes)
 
 
 def jitter_of(effects: Effects, cell: Cell) -> float:

@@ -24,7 +24,7 @@ from kvlab_pipeline.report.summary import summary
 from kvlab_pipeline.report.verdict import judge
 from kvlab_pipeline.studies.factors.numbers import from_windows
 from pipeline.report.synthetic import Effects, small_params, write_results
-from refusals import refused
+from refusals import refused, refused_line
 
 MORE = 0.02  # KL that the further model's `variance_ratio` costs beyond the first model's
 
@@ -348,12 +348,9 @@ def test_compare_writes_three_files_and_reads_no_parameters(small, large, compar
         ),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(small, large, tmp_path, capsys, spoil, words):
+def test_bad_input_is_one_line_and_nothing_is_written(small, large, tmp_path, line, spoil, words):
     given = files(tmp_path, **spoil(small, large))
-    with pytest.raises(SystemExit) as stopped:
-        main(["step", "compare", "--metrics", *given, "--out", str(tmp_path / "o" / "c.csv")])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and words in said and said.count("\n") == 1
+    refused_line(line("step", "compare", "--metrics", *given, "--out", tmp_path / "o" / "c.csv"), words)
     assert not (tmp_path / "o").exists()
 
 
@@ -361,24 +358,9 @@ def test_bad_input_is_one_line_and_nothing_is_written(small, large, tmp_path, ca
     ("given", "words"),
     [({"no": "comparison"}, "is none; allowed"), (None, "this page is of model 'other', and the comparison of")],
 )
-def test_a_report_refuses_a_comparison_of_others(small, compared, params, tmp_path, capsys, given, words):
+def test_a_report_refuses_a_comparison_of_others(small, compared, params, tmp_path, line, given, words):
     spoilt = with_digest(given or compared)
     metrics, verdict, other = files(tmp_path, m=named(small, "other"), v=judge(params, small), c=spoilt)
-    settings = params.model_dump_json()
-    arguments = [
-        "step",
-        "report",
-        "--params",
-        settings,
-        "--metrics",
-        metrics,
-        "--verdict",
-        verdict,
-        "--comparison",
-        other,
-    ]
-    with pytest.raises(SystemExit) as stopped:
-        main([*arguments, "--out", str(tmp_path / "o" / "FINDINGS.md")])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and words in said and said.count("\n") == 1
+    given = ("--metrics", metrics, "--verdict", verdict, "--comparison", other, "--out", tmp_path / "o" / "FINDINGS.md")
+    refused_line(line("step", "report", "--params", params.model_dump_json(), *given), words)
     assert not (tmp_path / "o").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvlab_pipeline.report import comparison, findings, readme
 from kvlab_pipeline.report.metrics import disclosure
 from kvlab_pipeline.report.verdict import judge
@@ -47,10 +45,3 @@ def test_a_comparison_says_it_of_every_model_that_it_holds(small, params, tmp_pa
     findings.write(params, small, judge(params, small), tmp_path / "FINDINGS.md", comparison=found)
     section = (tmp_path / "FINDINGS.md").read_text().partition("## Across models")[2].partition("\n## ")[0]
     assert f"`large`: {SAID}" in section
-
-
-@pytest.mark.parametrize("engines", [("hf",)])
-def test_a_model_without_one_says_nothing(tmp_path, engines):
-    metrics = build(engines=engines)
-    findings.write(some_params(), metrics, verdict(metrics), tmp_path / "FINDINGS.md")
-    assert SAID not in (tmp_path / "FINDINGS.md").read_text()

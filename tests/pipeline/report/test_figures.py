@@ -107,24 +107,24 @@ def test_cells_holds_coded_cells_of_the_reduced_dtype_only():
     assert table["value"].to_list() == [cell["kl_net"]["value"] for cell in expected]
 
 
-@pytest.mark.parametrize("name", ["baseline", "cells"])
-def test_zeros_and_negative_values_are_drawn_at_the_end_of_their_axis(tmp_path, name):
+@pytest.mark.parametrize("name", ["baseline", "cells", "noise", "mitigations"])
+@pytest.mark.parametrize(("values", "half"), [([0.0, -1e-6, 0.0], 1e-7), ([0.0] * 1000, 0.0)], ids=["some", "all"])
+def test_zeros_and_negative_values_are_drawn_at_the_end_of_their_axis(tmp_path, name, values, half):
     metrics = build()
-    for part, key in (("baseline", "kl"), ("cells", "kl_net")):
-        for row, value in zip(metrics[part], (0.0, -1e-6, 0.0), strict=False):
-            row[key] |= {"value": value, "low": value - 1e-7, "high": value + 1e-7}
-    _, figure = described(name, metrics)
+    coded = [row for row in metrics["cells"] if row["variance_ratio"] is not None and row["dtype"] == "bfloat16"]
+    drawn = {
+        "baseline": [row["kl"] for row in metrics["baseline"]],
+        "cells": [row["kl_net"] for row in coded],
+        "noise": [row["kl"] for row in metrics["noise"]] + [row["measured"] for row in metrics["closure"]],
+        "mitigations": [row["kl"] for row in metrics["mitigations"]["arms"]],
+    }[name]
+    for estimate, value in zip(drawn, values, strict=False):
+        estimate.update(value=value, low=value - half, high=value + half)
+    table, figure = described(name, metrics)
+    assert set(values) <= set(table["value"])
+    assert sorted(mark.row for mark in figure.marks) == list(range(len(table)))
     svg.write(figure, tmp_path / "a.svg")
     assert_drawn(figure, (tmp_path / "a.svg").read_text())
-
-
-@pytest.mark.parametrize("name", ["baseline", "cells", "noise"])
-def test_a_study_of_zeros_is_drawn(tmp_path, name):
-    metrics = build()
-    for part, key in (("baseline", "kl"), ("cells", "kl_net"), ("noise", "kl")):
-        for row in metrics[part]:
-            row[key] |= {"value": 0.0, "low": 0.0, "high": 0.0}
-    assert figures.write(name, metrics, tmp_path)
 
 
 def test_the_svg_holds_no_date_and_no_program(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import polars as pl
@@ -225,9 +226,9 @@ def test_cells_of_other_conditions_are_refused(params, additive):
         ]
         return replace(additive, cells=tuple(cells) + additive.cells[30:])
 
-    for role in ("identity", "codec"):
+    for role, compare in product(("identity", "codec"), (layer_entries, additivity_entries)):
         with refused(MixedIdentity, None, "device: cpu | other"):
-            layer_entries(params, changed(role), BOOT)
+            compare(params, changed(role), BOOT)
     bare = replace(additive, cells=tuple(m for m in additive.cells if m.role != "identity"))
     with refused(MissingResult, "missing-result.identity"):
         additivity_entries(params, bare, BOOT)

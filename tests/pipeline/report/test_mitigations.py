@@ -17,6 +17,7 @@ from kvlab_pipeline.studies.mitigations import chapter as tables
 from kvlab_pipeline.studies.mitigations.chapter import claims as claims_of
 from kvlab_pipeline.studies.mitigations.chapter import mitigations, mitigations_table
 from kvlab_pipeline.studies.mitigations.numbers import KLT, STUDIED, mitigation_entries
+from pipeline.report.planted_identity import provenance
 from pipeline.report.planted_mitigations import (
     CHOICE,
     ENGINES,
@@ -26,7 +27,6 @@ from pipeline.report.planted_mitigations import (
     on_curve,
     planted_choice,
     planted_params,
-    planted_provenance,
     planted_results,
 )
 from refusals import refused
@@ -209,14 +209,14 @@ def test_a_choice_of_another_run_is_refused(params, changes):
     name = next(iter(changes))
     for made in (mitigation_entries, mitigation_claims):
         with refused(MixedIdentity, None, name):
-            made(params, results, BOOT, planted_choice(params, provenance=planted_provenance(**changes)))
+            made(params, results, BOOT, planted_choice(params, provenance=provenance(**changes)))
 
 
 def test_calibrations_that_only_the_results_read_do_not_matter(params):
     results = planted_results(params, PLANTED, calibration={"hf": "a" * 16, "vllm": "b" * 16})
     assert mitigation_entries(params, results, BOOT, planted_choice(params))
     with refused(MixedIdentity, None, "calibration"):
-        other = planted_provenance(calibration={"hf": "a" * 16, "vllm": "e" * 16})
+        other = provenance(calibration={"hf": "a" * 16, "vllm": "e" * 16})
         mitigation_entries(params, results, BOOT, planted_choice(params, provenance=other))
 
 
@@ -285,16 +285,6 @@ def test_every_arm_is_drawn_once(entries, tmp_path):
     assert table.height == len(entries["arms"])
     at = {mark.row: (mark.at, mark.value) for mark in mitigations(table).marks}
     assert [at[row] for row in range(table.height)] == table.select("bits_per_value", "value").rows()
-
-
-def test_zeros_and_one_engine_are_drawn(entries):
-    few = [
-        row | {"kl": row["kl"] | {"value": 0.0, "low": 0.0, "high": 0.0}} if row["arm"] == "hot" else row
-        for row in entries["arms"]
-        if (row["engine"], row["protocol"]) == ("hf", "snapshot")
-    ]
-    table = mitigations_table({"mitigations": {"arms": few}})
-    assert sorted(mark.row for mark in mitigations(table).marks) == list(range(len(table)))
 
 
 def test_nothing_measured_is_nothing_drawn():

@@ -374,12 +374,3 @@ def test_a_fitted_line_has_the_fitted_slope_over_the_fitted_range(params, result
     fitted = table.filter("in_range").group_by("engine", "stream", "group")
     groups = fitted.agg(low=pl.min("sigma"), high=pl.max("sigma"))
     assert sorted(line.places for line in dashed) == sorted(groups.select("low", "high").rows())
-
-
-def test_values_that_are_not_above_zero_are_still_reached(params, results):
-    metrics = metrics_of(params, results)
-    for row, value in zip([*metrics["noise"], *metrics["closure"]], [0.0, -1e-9] * 100, strict=False):
-        name = "kl" if "kl" in row else "measured"
-        row[name] = row[name] | {"value": value, "low": value - 1e-9, "high": value}
-    table = noise_table(metrics)
-    assert sorted(mark.row for mark in noise(table).marks) == list(range(len(table)))

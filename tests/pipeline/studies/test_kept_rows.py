@@ -6,15 +6,12 @@ import pytest
 
 from kvlab.core.errors import CodecNotActive, Fault, WitnessDisagrees
 from kvlab.core.records import CANARY_MIN
-from kvlab.gate import registry as gate_registry
-from kvlab.gate.catalogue import EVIDENCE
-from kvlab.gate.evidence import problems, status
 from kvlab.measure import mechanism as keeping
 from kvlab_pipeline.gate_page.measured_rows import rows_of
 from kvlab_pipeline.jobs.measure import Lab
 from kvlab_pipeline.studies.mechanisms import measure as measuring
 from kvlab_pipeline.studies.mechanisms import plan, records
-from pipeline.studies.mechanism_rows import asking, measurer
+from pipeline.studies.mechanism_rows import asking, assert_registered, assert_vouched, measurer
 from pipeline.studies.test_mechanisms import engine_of, row, scores, tiny_needles
 from refusals import refused
 
@@ -35,14 +32,11 @@ def on_hf(measured):
 
 
 def test_each_is_a_variant_that_the_gate_knows(tiny_params):
-    known = gate_registry.load()
     found = [v for v in plan.variants(asking(tiny_params, "kept", EVICTED, LATENT, WINDOW), "hf") if v.kept]
     assert [v.variant for v in found] == ["eviction", "latent_lowrank", "eviction"]
     assert len({v.recipe_id for v in found}) == 3 and {v.codec for v in found} == {None}
     for variant in found:
-        entry = known.mechanism(variant.mechanism, variant.variant)
-        assert (entry.method, entry.scope) == (variant.method, variant.scope)
-        assert variant.kept.partition(":")[0] in entry.patterns
+        assert_registered(variant, variant.kept)
         assert variant.protocol(("snapshot",)) == "snapshot" and variant.span(("snapshot",)) == "context"
     without = plan.variants(asking(tiny_params, "kept", LATENT, protocols=("in_forward",)), "hf")
     assert not [v for v in without if v.kept]
@@ -89,14 +83,7 @@ def test_rows_have_evidence_of_what_ran_and_the_gate_finds_nothing_wrong_with_it
         cited = next(run for run in row(record, name).evals if run.quality_eval_id == found["quality_eval_id"])
         assert cited.quality_eval_id == ("needle" if name == EVICTED else "kv_fidelity")
         assert found["pattern"] == row(record, name).pattern and found["read_bytes"] == cited.read_bytes
-        told = {reason.code for reason in status(found, found[EVIDENCE], gate_registry.load()).reasons}
-        assert told <= {"evidence_outside_band"}
-        for piece in found[EVIDENCE]:
-            told = {reason.code for reason in problems(piece, found, gate_registry.load())}
-            assert told <= {"evidence_outside_band"}  # contexts of the tiny model are shorter than any eval speaks for
-    other = made[EVICTED] | {"pattern": "attention:percent=90,sinks=2,recent=8"}
-    found = problems(made[EVICTED][EVIDENCE][0], other, gate_registry.load())
-    assert any(reason.code == "evidence_other_pattern" for reason in found)
+        assert_vouched(found, "attention:percent=90,sinks=2,recent=8")
 
 
 def test_on_vllm_latents_are_measured_and_evictions_say_why_not(measured):
@@ -161,8 +148,3 @@ def test_a_way_that_changes_what_keeps_everything_is_refused(measured, monkeypat
 def test_what_no_row_can_be_of_is_said_with_the_parameters(tiny_params, name, said):
     (problem,) = asking(tiny_params, "kept", name).mechanisms.problems(tiny_params)
     assert said in problem
-
-
-def test_each_is_asked_for_once(tiny_params):
-    (problem,) = asking(tiny_params, "kept", LATENT, LATENT).mechanisms.problems(tiny_params)
-    assert problem.startswith("mechanisms.kept is ")

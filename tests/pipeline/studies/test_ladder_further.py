@@ -17,7 +17,8 @@ from kvlab_pipeline.studies.ladder import facts, further
 from kvlab_pipeline.studies.ladder.beyond import further_entries, refuse_unwitnessed
 from kvlab_pipeline.studies.ladder.record import Further, calibrated_rungs, read_facts, read_further
 from kvlab_pipeline.studies.settings import Settings
-from pipeline.report.synthetic import provenance, small_params, vouched
+from pipeline.report.planted_identity import provenance
+from pipeline.report.synthetic import small_params, vouched
 from refusals import refused
 
 BOOT = Bootstrap(200, 0.95, 0)

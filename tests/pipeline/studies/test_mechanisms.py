@@ -156,11 +156,19 @@ def test_what_the_evals_store_of_a_row_differs_no_more_than_the_gate_allows(meas
         assert max(bits) <= min(bits) * (1 + OTHER_TEXT), (found.label, bits)
 
 
-def test_a_protocol_is_asked_for_once(tiny_params):
-    asked = tiny_params.mechanisms.model_copy(update={"protocols": ("snapshot", "snapshot")})
-    assert list(asked.problems(tiny_params)) == [
-        "mechanisms.protocols is ['snapshot', 'snapshot']; allowed: each once",
-    ]
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("protocols", "snapshot"),
+        ("pages", "klt"),
+        ("caches", "klt"),
+        ("patterns", "window:window=12"),
+        ("kept", "latent:rank=64"),
+    ],
+)
+def test_each_is_asked_for_once(tiny_params, key, name):
+    asked = tiny_params.mechanisms.model_copy(update={key: (name, name)})
+    assert list(asked.problems(tiny_params)) == [f"mechanisms.{key} is ['{name}', '{name}']; allowed: each once"]
 
 
 def test_a_codec_of_whole_caches_is_judged_on_finished_ones_alone(tiny_params):
@@ -319,8 +327,6 @@ def test_the_cache_is_planned_on_transformers_and_stands_in_place_of_taps_there(
         ("served", "window", False),
         ("snapshot", "context", True),
     }
-    (problem,) = tiny_params.mechanisms.model_copy(update={"caches": ("klt", "klt")}).problems(tiny_params)
-    assert problem == "mechanisms.caches is ['klt', 'klt']; allowed: each once"
 
 
 def test_in_the_cache_each_scored_token_reads_what_was_stored(

@@ -73,11 +73,6 @@ def test_the_registered_backend_is_the_one_that_is_there():
     assert getattr(import_module(module), name)
 
 
-def test_pages_are_asked_for_once(tiny_params):
-    (problem,) = asking(tiny_params, pages=("klt", "klt")).mechanisms.problems(tiny_params)
-    assert problem == "mechanisms.pages is ['klt', 'klt']; allowed: each once"
-
-
 # -------------------------------------------------------------------------------- what a running engine says
 
 POOL = Pool(block_tokens=32, block_bytes=64, block_values=128, cache_blocks=7, cache_memory_bytes=500)

@@ -8,8 +8,8 @@ import re
 import polars as pl
 import pytest
 
-from gate.planted_records import BASE, GOOD, NEEDLES, WINDOWS, plant, record, table
-from gate.test_page import CONTEXT, CURRENT, REGISTRY, objects, read, section, tables
+from gate.planted_records import BASE, GOOD, NEEDLES, WINDOWS, plant, read_back, record, table
+from gate.test_page import CONTEXT, CURRENT, REGISTRY, objects, section, tables
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab_pipeline.studies.mechanisms.records import write_mechanisms
@@ -21,7 +21,7 @@ from validation.gate.trust import losses, trust
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    return read(tmp_path_factory.mktemp("rows"), objects())
+    return read_back(tmp_path_factory.mktemp("rows"), objects())
 
 
 @pytest.fixture(scope="module")
