@@ -151,7 +151,10 @@ publish:  ## the pages of a run into docs/results/ (PRESET=models: of that run, 
 	[ -f "$$from/gap/FINDINGS.md" ] || { echo "error: $$from/gap/FINDINGS.md is not there; make it: make findings$(if $(PRESET), PRESET=$(PRESET))" >&2; exit 2; }; \
 	cd "$$from"; rm -rf "$$to/gap" "$$to/gate"; mkdir -p "$$to"; \
 	find gap gate \( -name '*.md' -o -name '*.svg' $(if $(PRESET),,-o -name '*.html') \) -exec cp --parents -t "$$to" {} +; \
-	sed -i 's|(\.\./\.\./docs/|(../../$(if $(PRESET),../)|g' "$$to"/gate/*.md
+	sed -i 's|(\.\./\.\./docs/|(../../$(if $(PRESET),../)|g' "$$to"/gate/*.md; \
+	find "$$to/gap" -name '*.svg' | while read -r figure; do \
+		grep -q "$${figure##*/}" "$${figure%/figures/*}/FINDINGS.md" || rm "$$figure"; \
+	done
 
 audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md
 	"$(BIN)/python" -m kvlab step audit --out results/audit/AUDIT.md
