@@ -9,12 +9,6 @@ STORED = [
 ]
 
 
-def record_templates(study):
-    """What the page of a study's records is made from."""
-    folder = "src/kvlab_pipeline/studies"
-    return [f"{folder}/page.md.j2", f"{folder}/{study}/templates/{study}.md.j2"]
-
-
 rule restore_job:
     """Cold against warm: whether a restored context says the same to the bit, what it saves, and what each codec makes of it."""
     input:
@@ -56,7 +50,7 @@ rule restore_job:
 rule restore_page:
     """RESTORE.md: the same, to be read."""
     input:
-        templates=record_templates("restore"),
+        templates=expand("src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "restore/templates/restore"]),
         records=of_models("results/kvstore/restore/{model}.json"),
     output:
         report("results/kvstore/RESTORE.md", caption="../report/restore.rst", category="KV store"),
@@ -124,7 +118,7 @@ rule policy_job:
 rule policy_page:
     """POLICY.md: the same, to be read."""
     input:
-        templates=record_templates("policy"),
+        templates=expand("src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "policy/templates/policy"]),
         records=expand("results/kvstore/policy/{model}.json", model=JUDGED),
     output:
         report("results/kvstore/POLICY.md", caption="../report/policy.rst", category="KV store"),
@@ -191,7 +185,7 @@ rule bitplanes_job:
 rule bitplanes_page:
     """BITPLANES.md: the same, to be read."""
     input:
-        templates=record_templates("bitplanes"),
+        templates=expand("src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "bitplanes/templates/bitplanes"]),
         records=of_models("results/kvstore/bitplanes/{model}.json"),
     output:
         report("results/kvstore/BITPLANES.md", caption="../report/bitplanes.rst", category="KV store"),
@@ -261,7 +255,7 @@ rule placement_job:
 rule placement_page:
     """PLACEMENT.md: the same, to be read."""
     input:
-        templates=record_templates("placement"),
+        templates=expand("src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "placement/templates/placement"]),
         records=of_models("results/kvstore/placement/{model}.json"),
     output:
         report("results/kvstore/PLACEMENT.md", caption="../report/placement.rst", category="KV store"),
