@@ -50,7 +50,9 @@ rule restore_job:
 rule restore_page:
     """RESTORE.md: the same, to be read."""
     input:
-        templates=expand("src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "restore/templates/restore"]),
+        templates=expand(
+            "src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "restore/templates/restore"]
+        ),
         records=of_models("results/kvstore/restore/{model}.json"),
     output:
         report("results/kvstore/RESTORE.md", caption="../report/restore.rst", category="KV store"),
@@ -185,7 +187,9 @@ rule bitplanes_job:
 rule bitplanes_page:
     """BITPLANES.md: the same, to be read."""
     input:
-        templates=expand("src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "bitplanes/templates/bitplanes"]),
+        templates=expand(
+            "src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "bitplanes/templates/bitplanes"]
+        ),
         records=of_models("results/kvstore/bitplanes/{model}.json"),
     output:
         report("results/kvstore/BITPLANES.md", caption="../report/bitplanes.rst", category="KV store"),
@@ -255,7 +259,9 @@ rule placement_job:
 rule placement_page:
     """PLACEMENT.md: the same, to be read."""
     input:
-        templates=expand("src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "placement/templates/placement"]),
+        templates=expand(
+            "src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "placement/templates/placement"]
+        ),
         records=of_models("results/kvstore/placement/{model}.json"),
     output:
         report("results/kvstore/PLACEMENT.md", caption="../report/placement.rst", category="KV store"),

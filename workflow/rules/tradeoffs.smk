@@ -57,7 +57,9 @@ rule tradeoffs_job:
 rule tradeoffs_page:
     """REPORT.md: the same, to be read, and its figure."""
     input:
-        templates=expand("src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "tradeoffs/templates/tradeoffs"]),
+        templates=expand(
+            "src/kvlab_pipeline/studies/{page}.md.j2", page=["page", "tradeoffs/templates/tradeoffs"]
+        ),
         records=expand("results/tradeoffs/{model}.json", model=JUDGED),
     output:
         page=report("results/tradeoffs/REPORT.md", caption="../report/tradeoffs.rst", category="Mechanisms"),
