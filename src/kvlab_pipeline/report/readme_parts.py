@@ -56,7 +56,7 @@ CHOICE = (
     ("vLLM on a CPU, most tokens in the same memory", "`klt` in pages, 2 bits", ways.INSIDE, "klt_pages", 2),
     ("vLLM on a CPU, least loss", "`klt` in pages, 4 bits", ways.INSIDE, "klt_pages", 4),
     ("transformers, few bits", "`klt`, 4 bits", ways.SERVED, "klt", 4),
-    ("transformers, nothing to calibrate", "`fp8`", ways.SERVED, "fp8", None),
+    ("transformers, nothing to calibrate", "`kivi`, 4 bits", ways.SERVED, "kivi", 4),
     ("a finished cache to store or send", "`archive`, 2 bits", ways.FINISHED, "archive", 2),
 )
 """README's rows: who wants what, what answers it, and the row of the gate that says so."""
