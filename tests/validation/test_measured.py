@@ -186,3 +186,15 @@ def test_what_was_typed_and_printed_is_a_block_or_run_by_a_test(root):
 def test_the_scale_of_the_command_line_is_that_of_the_code(root):
     text = (root / "docs/measure.md").read_text()
     assert all(f"| {step.kl} | {step.word} | {step.like} |" in text for step in kl_scale.STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "pages"),
+    [("gate-confirm", "confirm/gate/GATE-reasons.md"), ("studies-models", "models/gap/**/FINDINGS.md")],
+)
+def test_tables_of_published_runs_repeat_their_pages(root, name, pages):
+    """What a table of docs takes from a preset's run stands, digit for digit, on the pages of that run."""
+    interval = re.compile(rf"{ONE} \[{ONE}, {ONE}\]")
+    text = "".join(page.read_text() for page in (root / "docs/results").glob(pages))
+    told = interval.findall(measured.block(measured.files(root / "docs")[f"measured/{name}"]))
+    assert told and set(told) <= set(interval.findall(text))
