@@ -146,12 +146,14 @@ headline: $(READY)  ## blocks of README and docs from results/ (MODEL=SLUG), and
 		--benchmarks results/benchmarks --readme README.md
 	@$(MAKE) --no-print-directory publish PRESET=
 
+# TRUST.md is of the gate and of no model: a preset's pages name that of the recorded run.
 publish:  ## the pages of a run into docs/results/ (PRESET=models: of that run, into docs/results/models/)
 	@set -e; to=$(CURDIR)/docs/results$(if $(PRESET),/$(PRESET)); from='$(if $(PRESET),.runs/$(PRESET)/)results'; \
 	[ -f "$$from/gap/FINDINGS.md" ] || { echo "error: $$from/gap/FINDINGS.md is not there; make it: make findings$(if $(PRESET), PRESET=$(PRESET))" >&2; exit 2; }; \
 	cd "$$from"; rm -rf "$$to/gap" "$$to/gate"; mkdir -p "$$to"; \
 	find gap gate \( -name '*.md' -o -name '*.svg' $(if $(PRESET),,-o -name '*.html') \) -exec cp --parents -t "$$to" {} +; \
-	sed -i 's|(\.\./\.\./docs/|(../../$(if $(PRESET),../)|g' "$$to"/gate/*.md; \
+	sed -i 's|(\.\./\.\./docs/|(../../$(if $(PRESET),../)|g$(if $(PRESET),; s|(TRUST.md)|(../../gate/TRUST.md)|g)' "$$to"/gate/*.md; \
+	$(if $(PRESET),rm -f "$$to/gate/TRUST.md" "$$to/gate/detection.svg";) \
 	find "$$to/gap" -name '*.svg' | while read -r figure; do \
 		grep -q "$${figure##*/}" "$${figure%/figures/*}/FINDINGS.md" || rm "$$figure"; \
 	done
