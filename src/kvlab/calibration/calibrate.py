@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from kvlab.calibration.archive import fit_archive
 from kvlab.calibration.biases import projection_biases
@@ -103,7 +104,7 @@ def fitted(
     metrics = ErrorMetrics(info, observed.context)
     fitting = Fitting(observed, whiteners["pre_rope"], metrics, ridge, whiteners["post_rope"])
     components = _components(fitting, info, recipes)
-    turned = {layer: fitting.turned(layer) for layer in range(info.n_layers)} if any(map(by_position, recipes)) else {}
+    turned = {layer: fitting.turned(layer) for layer in _layers(info, "k")} if any(map(by_position, recipes)) else {}
     archive = fit_archive(observed, fitting, info) if asks_for_archive(recipes) else None
     whole = {codec: fit_whole(codec, observed, info, recipes) for codec in _whole_codecs(recipes)}
     outputs = _outputs(observed, recipes)
@@ -162,7 +163,12 @@ def _whole_codecs(recipes: Sequence[Recipe]) -> list[str]:
 def _components(fitting: Fitting, info: ModelInfo, recipes: Sequence[Recipe]) -> dict[str, dict[int, Components]]:
     own = {"k": [recipe.k for recipe in recipes if not by_position(recipe)], "v": [recipe.v for recipe in recipes]}
     due = [s for s in STREAMS if any("components" in reads(stream, s) for stream in own[s])]
-    return {stream: {layer: fitting.components(layer, stream) for layer in range(info.n_layers)} for stream in due}
+    return {stream: {layer: fitting.components(layer, stream) for layer in _layers(info, stream)} for stream in due}
+
+
+def _layers(info: ModelInfo, stream: str) -> Iterable[int]:
+    """All layers, told as they are fitted."""
+    return tqdm(range(info.n_layers), desc=f"components {stream.upper()}", unit="layer")
 
 
 def _own(

@@ -39,10 +39,10 @@ def needing(effect: dict) -> str:
     return f" ({run}, about {effect['needed']} are needed: {POST_HOC})"
 
 
-def listing(names) -> str:
-    """``a, b and c``."""
+def listing(names, word: str = "and") -> str:
+    """``a, b and c``, or with another word before the last."""
     *head, last = names
-    return f"{', '.join(head)} and {last}" if head else last
+    return f"{', '.join(head)} {word} {last}" if head else last
 
 
 def folded(section: str, summary: str) -> str:

@@ -6,41 +6,13 @@ dicts (of ``metrics.json``) or records of a study alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import field as field_of
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvlab.output import format as fmt
 from kvlab_pipeline.rendering.parts import reading, resolution
 
 Column = Callable[[Any], str]
-
-
-@dataclass(frozen=True)
-class TitledTable:
-    """A table of a study's page with its heading, and what is to be known before it.
-
-    Parameters
-    ----------
-    title : str
-    text : str
-        Markdown; may be empty.
-    columns : mapping of str to callable
-        By heading, how a row is told.
-    over : sequence
-        The rows; a table without any is its heading and its text.
-    """
-
-    title: str
-    text: str
-    columns: Mapping[str, Column] = field_of(default_factory=dict)
-    over: Sequence[Any] = ()
-
-    @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """What the table says, row by row."""
-        return [tuple(tell(row) for tell in self.columns.values()) for row in self.over]
 
 
 def table(rows: Iterable[Any], columns: Mapping[str, Column]) -> str:

@@ -146,7 +146,7 @@ class ServedTables:
         for what, found in asked.items():
             if found:
                 raise CapabilityError(
-                    f"klt with rotary: after is not held with {what}; leave it out, or give rotary: before",
+                    f"klt with rotary: after takes no {what}; leave it out, or give rotary: before",
                     code="capability.served",
                 )
         own = zip(self._pages, self.means, strict=True)

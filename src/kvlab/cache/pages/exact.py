@@ -234,7 +234,6 @@ def attend_beside(
     store: Tensor,
     step: ServerStep,
     scale: float,
-    loops: bool = True,
 ) -> Tensor:
     """Attention over coded tokens and over those that queries read exact, which are stored for later steps.
 
@@ -254,8 +253,6 @@ def attend_beside(
         With its `exact`.
     scale : float
         Of the scores.
-    loops : bool
-        Whether compiled loops may be used, where they are to be had.
 
     Returns
     -------
@@ -263,8 +260,8 @@ def attend_beside(
         float32 [tokens, heads, head_dim].
     """
     chunks_beside(coded, query, key, value, store, step, scale)
-    keep_exact(key, value, store, step.exact, loops)
-    singles_beside(coded, query, store, step.exact, scale, loops)
+    keep_exact(key, value, store, step.exact)
+    singles_beside(coded, query, store, step.exact, scale)
     return coded.mean
 
 
@@ -282,7 +279,7 @@ def chunks_beside(
             coded.mean[start:stop] = joined(Attended(*(part[start:stop] for part in coded)), found)
 
 
-def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep, loops: bool) -> None:
+def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep, loops: bool = True) -> None:
     """Put those of a step's tokens that later ones read exact in their places."""
     if loops and by_loops(store):
         from kvlab.codecs.shared import softmax_numba
@@ -294,7 +291,9 @@ def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep, loop
     store[:, exact.stored_rows, :, exact.places] = own[:, exact.sources].transpose(0, 1)
 
 
-def singles_beside(coded: Attended, query: Tensor, store: Tensor, exact: ExactStep, scale: float, loops: bool) -> None:
+def singles_beside(
+    coded: Attended, query: Tensor, store: Tensor, exact: ExactStep, scale: float, loops: bool = True
+) -> None:
     """Add what queries read exact that are the only one of their sequence; after the step's tokens are kept."""
     if loops and by_loops(store):
         from kvlab.codecs.shared import softmax_numba

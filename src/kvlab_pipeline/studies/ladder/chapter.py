@@ -190,8 +190,8 @@ def context(metrics: dict, basis: Basis) -> dict:
     whole = dict.fromkeys(code(row["codec"]) for row in rows if row["whole"])
     return {
         "ladder": {
-            "use": [sentence(limit, list(found), metrics) for limit, found in by_limit(use)],
-            "keep": [sentence(limit, list(found), metrics) for limit, found in by_limit(keep)],
+            "use": [sentence(limits, found, metrics) for limits, found in by_limits(use)],
+            "keep": [sentence(limits, found, metrics) for limits, found in by_limits(keep)],
             "whole": listing(whole) if whole else None,
             "tried": fmt.span(row["tried"] for row in answers) if answers else None,
             "gain": gain_sentence(metrics),
@@ -215,16 +215,28 @@ def by_text(rows: list[dict]) -> list[tuple[str, list[dict]]]:
     return [(text, [row for row in rows if row["text"] == text]) for text in dict.fromkeys(row["text"] for row in rows)]
 
 
-def by_limit(answers: list[dict]) -> list[tuple[float, list[dict]]]:
-    """Answers by how many bits they may take, fewest first."""
+def by_limits(answers: list[dict]) -> list[tuple[list[float], list[dict]]]:
+    """Answers with how many bits they may take, fewest first; limits with the same answer are together."""
+    together: list[tuple[list[float], list[dict]]] = []
     ordered = sorted(answers, key=lambda row: row["at_most"])
-    return [(limit, list(found)) for limit, found in groupby(ordered, key=lambda row: row["at_most"])]
+    for limit, rows in groupby(ordered, key=lambda row: row["at_most"]):
+        found = list(rows)
+        if together and answered(found) == answered(together[-1][1]):
+            together[-1][0].append(limit)
+        else:
+            together.append(([limit], found))
+    return together
 
 
-def sentence(limit: float, answers: list[dict], metrics: dict) -> str:
+def answered(answers: list[dict]) -> list[tuple]:
+    """What answers say: on each text a rung, and those that it is not told from."""
+    return [(row["text"], row["label"], row["ties"]) for row in answers]
+
+
+def sentence(limits: list[float], answers: list[dict], metrics: dict) -> str:
     """What to use on this model at up to so many bits; text by text where the texts do not agree."""
     wholes = whole_bits(metrics)
-    head = f"On {model(metrics)}, at up to {fmt.plain(limit)} bits per value"
+    head = f"On {model(metrics)}, at up to {listing(map(fmt.plain, limits), 'or')} bits per value"
     if len({row["label"] for row in answers}) == 1:
         first = answers[0]
         costs = listing([f"{fmt.estimate(row['kl'])} on {TEXTS[row['text']]}" for row in answers])
