@@ -10,6 +10,8 @@ MODEL ?= smollm2-135m
 STAGE ?=
 WORKERS ?= 2
 export PYTHON EXTRA_INDEX
+# Hundreds of processes start here: what one of them has compiled, the others read.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Pins by machine: CUDA builds where an NVIDIA GPU answers, CPU builds everywhere else.
 FLAVOUR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)

@@ -36,6 +36,7 @@ include: "workflow/rules/order.smk"
 
 
 code.keep()
+checksums.keep()
 
 
 wildcard_constraints:
@@ -68,6 +69,7 @@ onstart:
     onerun.begin()
     unedited.remember(config)
     ledgered.begin(workflow)
+    processor.tell(workflow, MODELS)
     progress.tell(
         workflow.dag, workflow.resource_settings.cores or workflow.resource_settings.nodes or 1, SIZES
     )

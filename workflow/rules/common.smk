@@ -12,11 +12,13 @@ from shutil import which
 SRC = Path("src")
 sys.path[:0] = [str(SRC.resolve()), str(Path("workflow/scripts").resolve())]
 
+import checksums
 import closure
 import dvc_sync
 import failures
 import ledgered
 import onerun
+import processor
 import progress
 import sizes
 import unedited

@@ -134,7 +134,7 @@ def package_modules():
 
 def forget():
     """Read every file anew from now on."""
-    for cached in (module_file, files, meaning, code.parsed, code.imports, code.source):
+    for cached in (module_file, files, meaning, code.located, code.parsed, code.imports, code.source):
         cached.cache_clear()
 
 

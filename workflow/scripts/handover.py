@@ -17,6 +17,8 @@ from difflib import get_close_matches
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from dvc.exceptions import DvcException
+from dvc.repo import Repo
 from dvc_sync import DVC_YAML, make_folders, outs_of, owner
 from job_records import Records, doubt, note_pulled, read_pulled
 from ruamel.yaml import YAML
@@ -24,6 +26,16 @@ from ruamel.yaml import YAML
 BIN, LOCK = Path(sys.executable).parent, Path("dvc.lock")
 TRIGGERS = ("code", "input", "mtime", "params", "software-env")  # also where a profile wants fewer
 ABSENT = ("deleted", "not in cache")  # what DVC says of an out that only has to be fetched
+ONE_BY_ONE = """
+import json, sys
+from snakemake.cli import main
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as stop:
+        if stop.code:
+            raise
+"""
 
 
 class Refusal(Exception):
@@ -138,8 +150,7 @@ def pull(names):
         if run("dvc", "checkout", *targets).returncode:
             tell("dvc", "pull", *targets)
         check_clean(needed)
-        tell("snakemake", "--touch", "--forceall", "--quiet", "all", "--", *targets)
-        made = plan(needed)
+        made = plan(needed, before=["--touch", "--forceall", "--quiet", "all", "--", *targets])
         if again := [one.path for one in made if one.pending]:
             raise Refusal(f"Snakemake would still make {shown(again)}; the rules and {DVC_YAML} differ; run: make sync")
         note_pulled(made, Records())
@@ -184,13 +195,27 @@ def run(tool, *arguments):
 
 def tell(tool, *arguments):
     """The same, and it must succeed; returns what it printed."""
-    done = run(tool, *arguments)
+    return printed(run(tool, *arguments), f"{tool} {arguments[0]}")
+
+
+def printed(done, command):
+    """What a command printed that ended well; a refusal in its own words where it did not."""
     if done.returncode:
         said = done.stdout + done.stderr
         _, error, paragraph = said.partition("ERROR: ")  # DVC's; Snakemake's is the last line
         line = paragraph.partition("\n\n")[0] if error else said.strip().rpartition("\n")[2].removeprefix("error: ")
-        raise Refusal(f"{tool} {arguments[0]}: {' '.join(line.split()) or f'exit code {done.returncode}'}")
+        raise Refusal(f"{command}: {' '.join(line.split()) or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def snakemake(*commands):
+    """What the last of some commands printed, run one after the other until one fails.
+
+    One process runs them all: to import Snakemake takes longer than what is asked of it here.
+    """
+    words = json.dumps(commands)
+    done = subprocess.run([sys.executable, "-c", ONE_BY_ONE, words], capture_output=True, text=True)
+    return printed(done, f"snakemake {commands[0][0]}")
 
 
 def read_stages():
@@ -218,17 +243,23 @@ def named(names, stages):
 
 def dvc_status():
     """What is not as dvc.lock records it: {stage: {kind of change: {path: change}}}."""
+    try:
+        with Repo() as repo:
+            found = repo.status()
+    except DvcException as problem:
+        raise Refusal(f"dvc status: {' '.join(str(problem).split())}") from None
     changes = {}
-    for stage, entries in json.loads(tell("dvc", "status", "--json")).items():
+    for stage, entries in found.items():
         kinds = [{entry: {}} if isinstance(entry, str) else entry for entry in entries]
         changes[stage] = {kind: paths for entry in kinds for kind, paths in entry.items()}
     return changes
 
 
-def plan(stages):
-    """What the jobs of these stages make, and whether Snakemake would make it again; runs nothing."""
+def plan(stages, before=None):
+    """What the jobs of these stages make, and whether Snakemake would make it again, after a command of its own."""
     triggers = ["--rerun-incomplete", "--rerun-triggers", *TRIGGERS]
-    said = tell("snakemake", "--summary", *triggers, "--", *(stage.name for stage in stages))
+    summary = ["--summary", *triggers, "--", *(stage.name for stage in stages)]
+    said = snakemake(*([before] if before else []), summary)
     lines = [line.split("\t") for line in said.splitlines()]
     start = next(number for number, line in enumerate(lines) if line[0] == "output_file")
     rows = [dict(zip(lines[start], line, strict=True)) for line in lines[start + 1 :]]

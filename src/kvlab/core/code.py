@@ -62,9 +62,9 @@ def sources(*modules: str) -> tuple[Path, ...] | None:
 
     What a module loads by name at run time (an engine, a codec) cannot be seen and is to be named too.
     """
-    if any(_file(name) is None for name in modules):
+    if any(located(name) is None for name in modules):
         return None
-    return tuple(sorted(set(reached(modules, _file).values())))
+    return tuple(sorted(set(reached(modules, located).values())))
 
 
 def reached(modules: Iterable[str], locate: Callable[[str], Path | None]) -> dict[str, Path]:
@@ -79,7 +79,8 @@ def reached(modules: Iterable[str], locate: Callable[[str], Path | None]) -> dic
     return seen
 
 
-def _file(name: str) -> Path | None:
+@lru_cache(None)
+def located(name: str) -> Path | None:
     """The file of a module of these packages; None for all others."""
     if name.partition(".")[0] not in PACKAGES:
         return None

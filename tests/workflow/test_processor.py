@@ -1,0 +1,73 @@
+"""What is said before a run in bfloat16 on a processor that has no instructions for it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts"
+ZEN3, SKYLAKE = "flags\t\t: fpu sse2 fma avx avx2 vaes\n", "flags\t\t: fpu sse2 avx2 avx512f avx512bw avx512vl\n"
+NEOVERSE = "Features\t: fp asimd bf16 sve\n"
+
+
+@pytest.fixture
+def processor(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    found = importlib.import_module("processor")
+    monkeypatch.setattr(found, "which", lambda name: None)
+    monkeypatch.setattr(found, "FEATURES", tmp_path / "cpuinfo")
+    found.FEATURES.write_text(ZEN3)
+    return found
+
+
+@pytest.fixture
+def told(processor, capsys):
+    """What is said before jobs with these benchmarks, in parameters with this value somewhere."""
+
+    def answer(value, *benchmarks, nodes=None, touch=False):
+        jobs = [SimpleNamespace(benchmark=name and f"results/benchmarks/{name}.tsv") for name in benchmarks]
+        settings, dag = SimpleNamespace(nodes=nodes), SimpleNamespace(needrun_jobs=lambda: jobs)
+        workflow = SimpleNamespace(resource_settings=settings, touch=touch, dag=dag)
+        said = {"layers": {"windows": 4}, "gap": {"dtypes": ["float32", value]}}
+        processor.tell(workflow, {"m": SimpleNamespace(model_dump=lambda mode: said)})
+        return capsys.readouterr().err
+
+    return answer
+
+
+@pytest.mark.parametrize(("features", "slow"), [(ZEN3, True), (SKYLAKE, False), (NEOVERSE, False), ("", False)])
+def test_x86_without_avx512_is_slow(processor, features, slow):
+    assert processor.slow(features) == slow
+
+
+def test_it_is_said_once_before_a_model_runs_in_bfloat16_here(told):
+    assert told("bfloat16", None, "capture/m/hf", "measure/m/x").count("PRESET=float32") == 1
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"value": "float32"},
+        {"value": "bfloat16", "names": ("gate/m/rows", None)},
+        {"value": "bfloat16", "nodes": 4},
+        {"value": "bfloat16", "touch": True},
+    ],
+)
+def test_else_nothing_is_said(told, run):
+    value, names = run.pop("value"), run.pop("names", ("capture/m/hf",))
+    assert told(value, *names, **run) == ""
+
+
+def test_the_preset_that_is_named_asks_for_no_bfloat16(processor):
+    from kvlab.core.paramfile import preset, read_yaml
+    from kvlab_pipeline.studies.settings import by_model
+
+    said = read_yaml(Path("params.yaml"))
+    models = {name: by_model(data) for name, data in {"default": said, "float32": preset("float32", said)}.items()}
+    asked = {
+        name: processor.asked(one.model_dump(mode="json") for one in found.values()) for name, found in models.items()
+    }
+    assert asked == {"default": True, "float32": False}

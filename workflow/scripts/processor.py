@@ -1,0 +1,43 @@
+"""A line before a run in bfloat16 on a processor without instructions for it. The Snakefile's `onstart` calls `tell`.
+
+torch computes it there too, a number at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from shutil import which
+
+from progress import RUNS_MODEL, name_of
+
+FEATURES = Path("/proc/cpuinfo")
+NEEDED = {"avx512bw", "amx_bf16"}  # either will do
+
+
+def tell(workflow, parameters):
+    """Say so if jobs of this run would compute in bfloat16 on this machine; `parameters` are by model."""
+    on_cluster, touches = workflow.resource_settings.nodes is not None, workflow.touch
+    if on_cluster or touches or which("nvidia-smi") or not slow(FEATURES.read_text() if FEATURES.exists() else ""):
+        return
+    stages = {name_of(job.benchmark).partition("/")[0] for job in workflow.dag.needrun_jobs() if job.benchmark}
+    if stages & {*RUNS_MODEL} and asked(params.model_dump(mode="json") for params in parameters.values()):
+        print(
+            "This processor has no instructions for bfloat16 (no AVX-512): this run takes ten times longer here than"
+            " in float32. In float32: stop it with Ctrl-C, then make findings PRESET=float32",
+            file=sys.stderr,
+        )
+
+
+def slow(features):
+    """Whether a processor of Intel's or AMD's, by the text of /proc/cpuinfo, lacks what torch needs for bfloat16."""
+    words = set(features.split())
+    return "sse2" in words and not NEEDED & words
+
+
+def asked(said):
+    """Whether ``dtype`` or ``dtypes`` is bfloat16 anywhere in parameters."""
+    if isinstance(said, dict):
+        own = [said.get("dtype"), *(said.get("dtypes") or [])]
+        return "bfloat16" in own or asked(said.values())
+    return not isinstance(said, str) and hasattr(said, "__iter__") and any(map(asked, said))
