@@ -23,11 +23,11 @@ from kvlab_pipeline.report import figures, findings
 from kvlab_pipeline.report.claims import resolved, sentence
 from kvlab_pipeline.report.metrics import build
 from kvlab_pipeline.studies.ladder.chapter import (
-    answered,
     by_limits,
     claims,
     context,
     ladder_table,
+    picked,
     plain_rows,
     series_of,
 )
@@ -135,13 +135,14 @@ def test_a_codec_of_whole_caches_is_held_against_all_and_no_other_against_it(tmp
     assert state["archive 2"]["resident_bytes"] > 0
 
 
-def test_limits_with_the_same_answer_are_told_together(metrics):
+def test_limits_with_the_same_rungs_are_told_together(metrics):
     answers = metrics["ladder_answers"]
     found = by_limits(answers)
     assert [one for limits, _ in found for one in limits] == sorted({row["at_most"] for row in answers})
-    for limits, same in found:
-        assert all(answered([row for row in answers if row["at_most"] == one]) == answered(same) for one in limits)
-    assert all(answered(one) != answered(following) for (_, one), (_, following) in itertools.pairwise(found))
+    for limits, widest in found:
+        at = {limit: [row for row in answers if row["at_most"] == limit] for limit in limits}
+        assert widest == at[max(limits)] and all(picked(rows) == picked(widest) for rows in at.values())
+    assert all(picked(one) != picked(following) for (_, one), (_, following) in itertools.pairwise(found))
     assert any(len(limits) > 1 for limits, _ in found)
 
 

@@ -25,7 +25,8 @@ BIN = Path(sys.executable).parent
 STANDIN = Path(__file__).with_name("standin.py")
 MADE = ("calib", "results")
 TIMEOUT = 1500  # seconds; the longest, `dvc repro` of everything, takes 400 on a machine with nothing else to do
-NOT_INHERITED = {"PYTHONPATH", "SNAKEMAKE_PROFILE"}  # they would run other code, or run it elsewhere
+# They would run other code, or run it elsewhere, or give it what `make test-nightly ARGS=...` gives pytest.
+NOT_INHERITED = {"PYTHONPATH", "SNAKEMAKE_PROFILE", "ARGS", "MAKEFLAGS"}
 WEIGHTS = 300_000  # repetitions of a model's name
 # Over workflow/presets/quick.yaml: one job for each study, so that a run costs little but starting Snakemake.
 SMALLER = {"engines": ["hf"], "calibration": {"ridge": 0.001}}

@@ -216,21 +216,23 @@ def by_text(rows: list[dict]) -> list[tuple[str, list[dict]]]:
 
 
 def by_limits(answers: list[dict]) -> list[tuple[list[float], list[dict]]]:
-    """Answers with how many bits they may take, fewest first; limits with the same answer are together."""
+    """Answers with how many bits they may take, fewest first; limits with the same rungs are together.
+
+    Ties are those at the widest of these limits, where most rungs were tried.
+    """
     together: list[tuple[list[float], list[dict]]] = []
     ordered = sorted(answers, key=lambda row: row["at_most"])
     for limit, rows in groupby(ordered, key=lambda row: row["at_most"]):
-        found = list(rows)
-        if together and answered(found) == answered(together[-1][1]):
-            together[-1][0].append(limit)
-        else:
-            together.append(([limit], found))
+        found, limits = list(rows), [limit]
+        if together and picked(found) == picked(together[-1][1]):
+            limits = together.pop()[0] + limits
+        together.append((limits, found))
     return together
 
 
-def answered(answers: list[dict]) -> list[tuple]:
-    """What answers say: on each text a rung, and those that it is not told from."""
-    return [(row["text"], row["label"], row["ties"]) for row in answers]
+def picked(answers: list[dict]) -> list[tuple[str, str]]:
+    """The rung that is to be used on each text."""
+    return [(row["text"], row["label"]) for row in answers]
 
 
 def sentence(limits: list[float], answers: list[dict], metrics: dict) -> str:
