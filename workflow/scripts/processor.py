@@ -23,8 +23,8 @@ def tell(workflow, parameters):
     stages = {name_of(job.benchmark).partition("/")[0] for job in workflow.dag.needrun_jobs() if job.benchmark}
     if stages & {*RUNS_MODEL} and asked(params.model_dump(mode="json") for params in parameters.values()):
         print(
-            "This processor has no instructions for bfloat16 (no AVX-512): this run takes several times longer here than"
-            " in float32. In float32: stop it with Ctrl-C, then make findings PRESET=float32",
+            "This processor has no instructions for bfloat16 (no AVX-512): this run takes several times longer here"
+            " than in float32. In float32: stop it with Ctrl-C, then make findings PRESET=float32",
             file=sys.stderr,
         )
 
