@@ -48,17 +48,17 @@ def test_it_is_said_once_before_a_model_runs_in_bfloat16_here(told):
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("value", "name", "how"),
     [
-        {"value": "float32"},
-        {"value": "bfloat16", "names": ("gate/m/rows", None)},
-        {"value": "bfloat16", "nodes": 4},
-        {"value": "bfloat16", "touch": True},
+        ("float32", "capture/m/hf", {}),
+        ("bfloat16", "gate/m/rows", {}),
+        ("bfloat16", "capture/m/hf", {"nodes": 4}),
+        ("bfloat16", "capture/m/hf", {"touch": True}),
     ],
+    ids=["float32", "no model runs", "on a cluster", "nothing is made"],
 )
-def test_else_nothing_is_said(told, run):
-    value, names = run.pop("value"), run.pop("names", ("capture/m/hf",))
-    assert told(value, *names, **run) == ""
+def test_else_nothing_is_said(told, value, name, how):
+    assert told(value, None, name, **how) == ""
 
 
 def test_the_preset_that_is_named_asks_for_no_bfloat16(processor):

@@ -24,7 +24,7 @@ def tell(workflow, parameters):
     if stages & {*RUNS_MODEL} and asked(params.model_dump(mode="json") for params in parameters.values()):
         print(
             "This processor has no instructions for bfloat16 (no AVX-512): this run takes several times longer here"
-            " than in float32. In float32: stop it with Ctrl-C, then make findings PRESET=float32",
+            " than one in float32. For that, stop it with Ctrl-C and type: make findings PRESET=float32",
             file=sys.stderr,
         )
 
