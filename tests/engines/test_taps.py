@@ -9,6 +9,7 @@ import tiny
 from kvlab.core.errors import ModelError, NonFinite, UnknownName
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
+from kvlab.engines.hooks import through
 from kvlab.engines.registry import start
 from kvlab.text import corpus
 from refusals import refused
@@ -111,6 +112,16 @@ def test_unreadable_weights_are_one_line(tmp_path):
 def test_an_unknown_engine_names_the_nearest(tiny_params):
     with refused(UnknownName, None, "'vlm'", "'vllm'"):
         start("vlm", resolve(tiny_params.model), "float32", max_tokens=96)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_what_an_engine_does_to_k_where_it_lies_leaves_the_answer_of_the_tap_alone(heads):
+    answer = torch.randn(heads, 5, 8)
+    placed = through(lambda *_: answer, 0, "k", torch.zeros(5, heads * 8), heads, 8)
+    before = answer.clone()
+    torch.testing.assert_close(placed.view(5, heads, 8).transpose(0, 1), answer, rtol=0, atol=0)
+    placed.neg_()
+    assert torch.equal(answer, before)
 
 
 @pytest.mark.engine

@@ -48,7 +48,9 @@ def through(tap: Tap, layer: int, part: str, flat: torch.Tensor, heads: int, hea
     answer = tap(layer, part, flat.reshape(-1, heads, head_dim).transpose(0, 1))
     if answer is None:
         return flat
-    return answer.transpose(0, 1).reshape(flat.shape).to(flat.dtype).contiguous()
+    placed = flat.new_empty(flat.shape)  # a copy even of one head: vLLM turns K by its rotary embedding where it lies
+    placed.view(-1, heads, head_dim).transpose(0, 1).copy_(answer)
+    return placed
 
 
 @contextmanager
