@@ -3,7 +3,7 @@
 The first tier is what one runs before a commit. A test is in another one by its mark:
 
 - `full`: it runs other programs as a person would (DVC and Snakemake over the whole pipeline, a browser, a vLLM with
-  coded pages), compiles, or is of code that FINDINGS.md does not need: the mechanisms' package, `kvlab recommend`,
+  coded pages) or every study on both engines, compiles, or is of code that FINDINGS.md does not need: the mechanisms' package, `kvlab recommend`,
   lm-eval, snapshots in transformers, most pages of the KV store, RULER's texts, what is run by hand in `validation`; or
   it measures rows of the gate again.
   CI runs these after the first tier.

@@ -100,7 +100,7 @@ def test_it_is_one_line_and_costs_no_second(case, root, tmp_path, monkeypatch, c
     took, told = time.process_time() - began, capsys.readouterr()
     assert (left.value.code, told.err.count("\n"), told.out) == (2, 1, "")
     assert words in told.err and len(told.err) < 1000, told.err
-    assert took < 3  # seconds of this process, whatever else runs: what expands itself would take hours
+    assert took < 20  # seconds of this process, whatever else runs: what expands itself would take hours
 
 
 def test_several_mistakes_are_a_line_each(root, monkeypatch):

@@ -265,8 +265,8 @@ class Text:
             "top1_alt": top1_alt,
             "p_ref_max": self.p_max[:windows],
         }
-        table = pl.DataFrame({name: values.ravel() for name, values in columns.items()})
-        return table.with_columns(cell_id=pl.lit(cell_id)).select(list(TOKENS)).cast(dict(TOKENS))
+        named = {name: values.ravel() for name, values in columns.items()} | {"cell_id": [cell_id] * window.size}
+        return pl.DataFrame([pl.Series(name, named[name], dtype) for name, dtype in TOKENS.items()])
 
 
 def cell_record(params: Params, effects: Effects, cell: Cell) -> CellRecord:

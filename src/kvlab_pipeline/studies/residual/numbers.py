@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 
@@ -100,11 +101,15 @@ class ResidualResult:
     record: ResidualRecord
     rows: pl.DataFrame
 
+    @cached_property
+    def _by_setting(self) -> dict[tuple, pl.DataFrame]:
+        """The rows by variance ratio and stream: they are read a quantity at a time."""
+        return self.rows.partition_by("variance_ratio", "stream", as_dict=True)
+
     def sums(self, ratio: float, stream: str, quantity: str) -> np.ndarray:
         """A quantity of the table, float64 [windows, layers]."""
-        chosen = self.rows.filter(pl.col("variance_ratio") == ratio, pl.col("stream") == stream)
         shape = (self.record.windows, self.record.n_layers)
-        return chosen[quantity].to_numpy().astype(np.float64).reshape(shape)
+        return self._by_setting[ratio, stream][quantity].to_numpy().astype(np.float64).reshape(shape)
 
     def columns(self, ratio: float, stream: str, quantity: str, layers: Sequence[int]) -> list[Column]:
         """A quantity of some layers, each summed by window."""
