@@ -190,7 +190,11 @@ def test_the_scale_of_the_command_line_is_that_of_the_code(root):
 
 @pytest.mark.parametrize(
     ("name", "pages"),
-    [("gate-confirm", "confirm/gate/GATE-reasons.md"), ("studies-models", "models/gap/**/FINDINGS.md")],
+    [
+        ("gate-confirm", "confirm/gate/GATE-reasons.md"),
+        ("studies-models", "models/gap/**/FINDINGS.md"),
+        ("studies-gemma", "gemma/gap/FINDINGS.md"),
+    ],
 )
 def test_tables_of_published_runs_repeat_their_pages(root, name, pages):
     """What a table of docs takes from a preset's run stands, digit for digit, on the pages of that run."""
