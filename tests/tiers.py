@@ -3,9 +3,9 @@
 The first tier is what one runs before a commit. A test is in another one by its mark:
 
 - `full`: it runs other programs as a person would (DVC and Snakemake over the whole pipeline, a browser, a vLLM with
-  coded pages) or every study on both engines, compiles, or is of code that FINDINGS.md does not need: the mechanisms' package, `kvlab recommend`,
-  lm-eval, snapshots in transformers, most pages of the KV store, RULER's texts, what is run by hand in `validation`; or
-  it measures rows of the gate again.
+  coded pages) or every study on both engines, compiles, or is of code that FINDINGS.md does not need: the mechanisms'
+  package, `kvlab recommend`, lm-eval, snapshots in transformers, most pages of the KV store, RULER's texts, what is run
+  by hand in `validation`; or it measures rows of the gate again.
   CI runs these after the first tier.
 - `nightly`: it needs long and seldom tells what the first two do not: schedulers, S3, every case of a handover, each
   way to kill a run, most processes of vLLM beside the engine that a session shares, experiments of DVC, faults planted

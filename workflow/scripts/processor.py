@@ -6,19 +6,17 @@ torch computes it there too, a number at a time.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from shutil import which
 
 from progress import RUNS_MODEL, name_of
 
-FEATURES = Path("/proc/cpuinfo")
-NEEDED = {"avx512bw", "amx_bf16"}  # either will do
+from kvlab.core.machine import lacks_bfloat16
 
 
 def tell(workflow, parameters):
     """Say so if jobs of this run would compute in bfloat16 on this machine; `parameters` are by model."""
     on_cluster, touches = workflow.resource_settings.nodes is not None, workflow.touch
-    if on_cluster or touches or which("nvidia-smi") or not slow(FEATURES.read_text() if FEATURES.exists() else ""):
+    if on_cluster or touches or which("nvidia-smi") or not lacks_bfloat16():
         return
     stages = {name_of(job.benchmark).partition("/")[0] for job in workflow.dag.needrun_jobs() if job.benchmark}
     if stages & {*RUNS_MODEL} and asked(params.model_dump(mode="json") for params in parameters.values()):
@@ -27,12 +25,6 @@ def tell(workflow, parameters):
             " than one in float32. For that, stop it with Ctrl-C and type: make findings PRESET=float32",
             file=sys.stderr,
         )
-
-
-def slow(features):
-    """Whether a processor of Intel's or AMD's, by the text of /proc/cpuinfo, lacks what torch needs for bfloat16."""
-    words = set(features.split())
-    return "sse2" in words and not NEEDED & words
 
 
 def asked(said):
