@@ -11,17 +11,17 @@ NEEDED = {"avx512bw", "amx_bf16"}  # of a processor of Intel's or AMD's; either 
 
 def cpu_name() -> str:
     """The processor's own name; its family where the system does not tell."""
-    names = [line.partition(":")[2].strip() for line in _told() if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in _lines() if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def lacks_bfloat16() -> bool:
     """Whether this is a processor of Intel's or AMD's on which torch computes bfloat16 a number at a time."""
-    words = {word for line in _told() for word in line.split()}
+    words = {word for line in _lines() for word in line.split()}
     return "sse2" in words and not NEEDED & words
 
 
-def _told() -> list[str]:
+def _lines() -> list[str]:
     """What the system says of its processors, by line; nothing where it has no such file."""
     try:
         return CPUINFO.read_text().splitlines()

@@ -368,7 +368,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _installed() -> dict[str, str]:
-    """The same, read once in a process: a proof of each scored window asks, and to read them takes 30 ms."""
+    """The same, read once in a process: they are asked for with each scored window, and reading takes 10 ms."""
     found = {}
     for name in TRACKED:
         for distribution in VLLM_DISTRIBUTIONS if name == "vllm" else (name,):

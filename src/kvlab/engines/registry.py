@@ -15,7 +15,7 @@ from kvlab.core.recipe import ENGINES
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import check
 
-SLOW = "This processor has no instructions for bfloat16 (no AVX-512): a model runs several times faster in float32 here."
+SLOW = "This processor has no instructions for bfloat16 (no AVX-512): a model runs several times faster in float32."
 
 
 def start(
