@@ -43,6 +43,7 @@ class Tap(Protocol):
 
     Called once per layer and part with a tensor of shape (heads, tokens, head_dim) in the engine's
     dtype. The tensor that it returns takes the place of the one it was given; None leaves it alone.
+    A tap that keeps a tensor copies it, as an engine may write over its own.
 
     At the placement ``pre_rope`` it sees Q, K and V as the layer projects them, after the norm of Q and K
     where the model has one and before the rotary embedding: what it makes of K is rotated afterwards.
