@@ -8,9 +8,12 @@ header, which holds a digest of every tensor; not its name) take the same tables
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Literal, Protocol
 from weakref import WeakValueDictionary
@@ -82,8 +85,10 @@ class Tables:
         What they read; nothing of it is kept that coding does not ask for.
     shape : Shape
         Of the model's cache.
-    on_cpu, quick : bool
-        Whether the tokens are in a CPU's memory, and read and written there by compiled loops.
+    device : torch.device
+        Where the tokens are.
+    quick : bool
+        Whether they are read and written by compiled loops.
 
     Attributes
     ----------
@@ -91,7 +96,10 @@ class Tables:
         By layer and stream.
     """
 
-    def __init__(self, recipe: Recipe, calibration: Calibration | None, shape: LayerShape, on_cpu: bool, quick: bool):
+    def __init__(
+        self, recipe: Recipe, calibration: Calibration | None, shape: LayerShape, device: torch.device, quick: bool
+    ):
+        on_cpu = device.type == "cpu"
         made = {stream: _coders(recipe, stream, calibration, shape, on_cpu) for stream in STREAMS}
         self._coders = [dict(zip(STREAMS, pair, strict=True)) for pair in zip(*made.values(), strict=True)]
         self.readers = [{stream: reader_of(one, quick) for stream, one in pair.items()} for pair in self._coders]
@@ -113,19 +121,24 @@ class Tables:
 class ServedTables:
     """The same of `klt` after its rotary embedding: pages of all layers, which hold nothing."""
 
-    def __init__(self, recipe: Recipe, calibration: Calibration, shape: LayerShape, on_cpu: bool, quick: bool):
-        if not on_cpu:
+    def __init__(self, recipe: Recipe, calibration: Calibration, shape: LayerShape, device: torch.device, quick: bool):
+        if device.type != "cpu" and not by_triton(device):
             raise CapabilityError(
-                "klt with rotary: after is held on a CPU alone, and the model is elsewhere; give rotary: before",
+                f"klt with rotary: after is held on a CPU, or on a GPU where triton is installed, and the model is on"
+                f" {device}; install triton, or give rotary: before",
                 code="capability.device",
             )
+        self.device = device
         ends = kept_exact(recipe, f"recipe {recipe.recipe_id}")
         self.ring = Ring(ends[0], max(1, ends[1]))  # a token reads itself as it is
-        rows = {stream: _rows(recipe, stream, calibration, shape) for stream in STREAMS}
-        self.means = [k.plan.decoding.mean for k in rows["k"]]
+        rows = {stream: _rows(recipe, stream, calibration, shape, device) for stream in STREAMS}
+        self.means = [k.plan.decoding.mean.to(device) for k in rows["k"]]
         nothing = Rotation(torch.empty(0, shape.head_dim))
+        make = partial(LayerPages, loops=quick)
+        if by_triton(device):
+            from kvlab.cache.pages.gpu import GpuPages as make
         self._pages = [
-            LayerPages(layer, k, v, MeanByPosition(nothing, mean), loops=quick)
+            make(layer, k, v, MeanByPosition(nothing, mean))
             for layer, (k, v, mean) in enumerate(zip(rows["k"], rows["v"], self.means, strict=True))
         ]
 
@@ -149,8 +162,12 @@ class ServedTables:
                     f"klt with rotary: after takes no {what}; leave it out, or give rotary: before",
                     code="capability.served",
                 )
-        own = zip(self._pages, self.means, strict=True)
-        return [ServedLayer(copy.copy(pages), mean, self.ring) for pages, mean in own]
+        own = [copy.copy(pages) for pages in self._pages]
+        if by_triton(self.device):
+            faults = torch.zeros(1, dtype=torch.int32, device=self.device)  # of one cache
+            for pages in own:
+                pages.faults = faults
+        return [ServedLayer(*pair, self.ring) for pair in zip(own, self.means, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -159,13 +176,14 @@ class ServedTables:
 
 
 def tables_of(
-    recipe: Recipe, calibration: Calibration | None, shape: LayerShape, on_cpu: bool, compiled: bool = True
+    recipe: Recipe, calibration: Calibration | None, shape: LayerShape, device: torch.device, compiled: bool = True
 ) -> Tables | ServedTables:
     """The tables of a recipe and a calibration: those that other caches have, where both are known to be the same.
 
     Shared is what has an `identity`; a codec of another package never is, since it may count or keep what it will.
     """
-    given, identity = (recipe, calibration, shape, on_cpu, compiled and on_cpu and compiles()), None
+    quick = compiled and device.type == "cpu" and compiles()
+    given, identity = (recipe, calibration, shape, device, quick), None
     if not any(isinstance(stream, PluginStream) for stream in (recipe.k, recipe.v)):
         identity = getattr(calibration, "identity", None)
     make = kind_of(recipe)
@@ -185,7 +203,19 @@ def kind_of(recipe: Recipe) -> type[Tables | ServedTables]:
     return ServedTables if by_position(recipe) else Tables
 
 
-def _rows(recipe: Recipe, stream: Literal["k", "v"], calibration: Calibration | None, shape: LayerShape) -> list[Rows]:
+def by_triton(device: torch.device) -> bool:
+    """Whether Triton reads and writes rows on a device: a GPU's; on a CPU where its interpreter was asked for."""
+    asked = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return asked and importlib.util.find_spec("triton") is not None
+
+
+def _rows(
+    recipe: Recipe,
+    stream: Literal["k", "v"],
+    calibration: Calibration | None,
+    shape: LayerShape,
+    device: torch.device,
+) -> list[Rows]:
     """How one stream's tokens lie in the rows of each layer."""
     own = getattr(recipe, stream)
     where = ("post_rope", True) if stream == "k" else ()
@@ -194,7 +224,7 @@ def _rows(recipe: Recipe, stream: Literal["k", "v"], calibration: Calibration | 
     codec = bare(own, fitted)
     sites = [Site(0, layer, stream) for layer in range(shape.layers)]
     codec.encode(torch.zeros(shape.heads, 1, shape.head_dim), sites[0])  # refuses what decodes alone
-    found = [rows_of(codec, site, shape.heads, shape.head_dim) for site in sites]
+    found = [rows_of(codec, site, shape.heads, shape.head_dim, device) for site in sites]
     if isinstance(codec, KltCodec):
         codec.let_go()
     return found
@@ -251,7 +281,7 @@ def resident_bytes(recipe: Recipe, calibrated: Calibrated, info: ModelInfo) -> i
     if recipe.k.codec in WHOLE:
         return bytes_of(calibrated.whole_of(recipe).tensors)
     shape = LayerShape(info.n_layers, info.n_kv_heads, info.head_dim)
-    return kind_of(recipe)(recipe, calibrated, shape, True, False).nbytes
+    return kind_of(recipe)(recipe, calibrated, shape, torch.device("cpu"), False).nbytes
 
 
 def bytes_of(*roots: object) -> int:

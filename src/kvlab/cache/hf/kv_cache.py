@@ -97,11 +97,13 @@ class KVCache(Cache):
         self.shape, windows = shape_of(model), windows_of(model)
         placement = "post_rope" if recipe.rotary == "after" else placement
         self.recipe, self.semantics, self.placement, self.window_bytes = recipe, semantics, placement, window_bytes
-        self._model, self._on_cpu = model, model.device.type == "cpu"
+        self._model = model
         turned = placement == "pre_rope" and not isinstance(recipe.k, IdentityStream)
         self._served = by_position(recipe)
         self._rotary = find_rotary(model, self.shape.head_dim) if turned or self._served else None
-        self._tables = tables_of(recipe, calibration, self.shape, self._on_cpu, compiled)
+        # blocks are coded where they come; rows where their tables are
+        self._stays = model.device if model.device.type == "cpu" or self._served else None
+        self._tables = tables_of(recipe, calibration, self.shape, model.device, compiled)
         each = None if window_bytes is None else window_bytes // self.shape.layers
         super().__init__(layers=self._tables.layers(windows, frozenset("k" if turned else ""), semantics, each))
         register_attention()
@@ -138,7 +140,7 @@ class KVCache(Cache):
                 code="capability.gradients",
             )
         refuse_other_shape(key_states, value_states, layer_idx, self.shape)
-        refuse_other_kind(key_states, self.layers[layer_idx], self._on_cpu)
+        refuse_other_kind(key_states, self.layers[layer_idx], self._stays)
         if layer_idx == 0:
             self._begin(key_states, taken)
         if self._calls is None:
@@ -149,6 +151,7 @@ class KVCache(Cache):
             )
         seen = self.layers[layer_idx].update(key_states, value_states, self._calls[layer_idx])
         if layer_idx == len(self.layers) - 1:
+            self.layers[layer_idx].refuse_faults()
             self._calls = None  # and with it the table of cos and sin
             self._busy.release()
         return seen
@@ -225,7 +228,7 @@ class KVCache(Cache):
         self.positions = found
         if self._served:
             self._turn_up_to(length + tokens, k)
-            return [Call(pads, [], whole, self.layers[0].call(pads, tokens))] * len(self.layers)
+            return [Call(pads, [], whole, self.layers[0].call(pads, tokens, k.device))] * len(self.layers)
         made = turns_by_layer(self._rotary, self._aligned(length + tokens), k)
         if not self._proven:
             refuse_lossy(made[0][0], k[0])
@@ -445,16 +448,16 @@ def refuse_other_shape(k: Tensor, v: Tensor, layer: int, shape: LayerShape) -> N
         )
 
 
-def refuse_other_kind(k: Tensor, held: CodecLayer | ServedLayer, on_cpu: bool) -> None:
+def refuse_other_kind(k: Tensor, held: CodecLayer | ServedLayer, stays: torch.device | None) -> None:
     """`CapabilityError` unless K is as many rows as a layer holds, of its dtype, and where the cache can code it."""
     if k.is_meta:
         raise CapabilityError(
             "the model is on the meta device, where it has no numbers; load its weights first",
             code="capability.meta-device",
         )
-    if on_cpu and k.device.type != "cpu":
+    if stays is not None and k.device != stays:
         raise CapabilityError(
-            f"K is on {k.device}, and this cache was made while its model was on the CPU; make one after it was moved",
+            f"K is on {k.device}, and this cache was made while its model was on {stays}; make one after it was moved",
             code="capability.moved",
         )
     if held.batch_size and held.batch_size != k.shape[0]:

@@ -158,6 +158,9 @@ class CodecLayer(CacheLayerMixin):
         self._let_go()
         return tuple(seen.whole() for seen in found) if call.whole else tuple(found)
 
+    def refuse_faults(self) -> None:
+        """Nothing: what cannot be coded is refused when it comes."""
+
     def _grant(self, x: Tensor) -> None:
         """Give K and V the room in the window that they have after `x`; first to the one that has to give some up."""
         granted = Grant.of(self.layer_bytes, x[:, :, :1].numel() * x.element_size())

@@ -21,6 +21,7 @@ from kvlab.cache.pages.exact import Ring, chunks_beside, keep_exact, singles_bes
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rope import MeanByPosition, Rotation
 from kvlab.codecs.shared.apart import apart
+from kvlab.core.errors import NonFinite
 
 GRAIN = 64  # tokens by which the room of a sequence grows, or a sixteenth of what it holds
 
@@ -69,7 +70,12 @@ class ServedView(Unopened):
         if not self.call.is_causal(mask):
             return None
         q, step, layer = self.call.flat(query), self.call.step, self.layer
-        coded = layer.pages.attend(layer.held, q, step, self.like.shape[1], scale)
+        if layer.pages.on_gpu:
+            if self.call.several:
+                return None
+            coded = layer.pages.attend_single(layer.held, q, self.call.span, step.coded(), scale)
+        else:
+            coded = layer.pages.attend(layer.held, q, step, self.like.shape[1], scale)
         if self.call.several:
             chunks_beside(coded, q, *self.own, self.exact, step, scale)
         singles_beside(coded, q, layer.exact, step.exact, scale, layer.pages.loops)
@@ -113,6 +119,8 @@ class ServedLayer(CacheLayerMixin):
         self.held, self.exact = torch.empty(0, 1, 0, self.pages.bytes, dtype=torch.uint8), torch.empty(0)
         self.fires = 0
         self.pages.forget()
+        if self.pages.on_gpu:
+            self.pages.faults.zero_()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Room for the batch that arrives."""
@@ -122,14 +130,14 @@ class ServedLayer(CacheLayerMixin):
         self.exact = key_states.new_zeros(2, batch, heads, self.ring.tokens, head_dim)
         self.is_initialized = True
 
-    def call(self, pads: list[int], tokens: int) -> ServedCall:
+    def call(self, pads: list[int], tokens: int, device: torch.device) -> ServedCall:
         """A forward of so many columns, of which each row's first ones are padding."""
         before = self.sequences if self.sequences.pads else Sequences.empty(len(pads))
         after = before.after(pads, tokens)
         most, capacity = max(after.lengths), self.held.shape[2]
         if most > capacity:
             capacity = most + max(GRAIN, most // 16)
-        return ServedCall(before, after, tokens, capacity, self.ring)
+        return ServedCall(before, after, tokens, capacity, self.ring, device)
 
     def turn(self, rotation: Rotation) -> None:
         """Take the rotary embedding of all positions up to some."""
@@ -147,7 +155,7 @@ class ServedLayer(CacheLayerMixin):
         if served.rows:
             exact = exact.clone() if served.several else exact
             k, v = (part.transpose(0, 1) for part in own)
-            self.pages.write(k, v, self.held, served.own_slots, served.step.positions)
+            self.pages.write(k, v, self.held, served.own_slots, served.positions)
             keep_exact(*own, self.exact, served.step.exact, self.pages.loops)
             self.fires += len(served.rows)
         if not served.before.columns:
@@ -155,6 +163,14 @@ class ServedLayer(CacheLayerMixin):
         both, opened = zip(STREAMS, (key_states, value_states), strict=True), {}
         seen = [ServedView(self, stream, served, own, exact, like, opened) for stream, like in both]
         return tuple(part.whole() for part in seen) if call.whole or not served.rows else tuple(seen)
+
+    def refuse_faults(self) -> None:
+        """`NonFinite` after a call that gave some layer a token which cannot be coded; on a GPU, once for all layers."""
+        if self.pages.on_gpu and self.pages.faults.item():
+            raise NonFinite(
+                "a value of K or V of this call is NaN, infinite, or so large that its components do not fit float32",
+                code="non-finite.call",
+            )
 
     def _fit(self, capacity: int) -> None:
         if capacity > (had := self.held.shape[2]):

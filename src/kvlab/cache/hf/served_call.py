@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.exact import Ring
+
+if TYPE_CHECKING:
+    from kvlab.codecs.klt.served_triton import Span
 
 
 class Sequences(NamedTuple):
@@ -82,6 +85,8 @@ class ServedCall:
         Its columns; and the tokens that a row has room for.
     ring : Ring
         Of exact tokens.
+    device : torch.device
+        Where the layers are.
     """
 
     before: Sequences
@@ -89,6 +94,7 @@ class ServedCall:
     tokens: int
     capacity: int
     ring: Ring
+    device: torch.device
     _known: Tensor | None = field(default=None, init=False)
 
     @property
@@ -117,17 +123,32 @@ class ServedCall:
         until = torch.tensor([before[row][1] for row in self.rows]).maximum(first)
         until = until.repeat_interleave(torch.tensor(counts))
         step = ServerStep((0, *accumulate(counts)), tuple(lengths), slots, tuple(first.tolist()), until)
-        return self.ring.beside(step, torch.tensor(self.rows), first, until)
+        step = self.ring.beside(step, torch.tensor(self.rows), first, until)
+        return replace(step, exact=step.exact.to(self.device))
 
     @cached_property
     def own_slots(self) -> Tensor:
         """Where its tokens are stored, int64 [n]."""
-        return self.step.own_slots()
+        return self.step.own_slots().to(self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Of its tokens, int64 [n]."""
+        return self.step.positions.to(self.device)
+
+    @cached_property
+    def span(self) -> Span:
+        """What its queries read coded where each row has one, for a GPU's kernels: a row of the batch is a page."""
+        from kvlab.codecs.klt.served_triton import Span
+
+        blocks, until = torch.tensor(self.rows)[:, None], self.step.until.tolist()
+        return Span.of(blocks, list(self.step.first), until, self.device)
 
     @cached_property
     def real(self) -> Tensor:
         """Which of its columns are no padding, bool [batch, tokens]."""
-        return torch.arange(self.tokens) >= self.tokens - torch.tensor(self.counts)[:, None]
+        real = torch.arange(self.tokens) >= self.tokens - torch.tensor(self.counts)[:, None]
+        return real.to(self.device)
 
     @property
     def has_padding(self) -> bool:
@@ -164,7 +185,7 @@ class ServedCall:
         shown = mask if mask.dtype == torch.bool else mask == 0
         hidden = mask.dtype == torch.bool or bool((shown | (mask <= torch.finfo(mask.dtype).min / 2)).all())
         column, last = torch.arange(due[2]), torch.arange(due[2] - due[1], due[2])[:, None]
-        seen = (column <= last) & (column >= torch.tensor(self.after.pads)[:, None, None])
+        seen = ((column <= last) & (column >= torch.tensor(self.after.pads)[:, None, None])).to(mask.device)
         same = (shown == seen[:, None]) | ~self.real[:, None, :, None]
         if not hidden or not same.all():
             return False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -94,6 +94,11 @@ class ExactStep:
     single_rows: Tensor
     single_seen: Tensor
     place: Callable[[Tensor], Tensor]
+
+    def to(self, device: torch.device) -> ExactStep:
+        """With what indexes tensors of layers on their device."""
+        moved = ("sources", "stored_rows", "places", "single", "single_rows", "single_seen")
+        return replace(self, **{name: getattr(self, name).to(device) for name in moved})
 
 
 @dataclass(frozen=True)
@@ -314,7 +319,7 @@ def joined(one: Attended, other: Attended) -> Tensor:
 
 
 def softmax_over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Attended:
-    """Attention by torch's kernel for a CPU, which also gives the sum of a softmax and accumulates in float32.
+    """Attention in float32, which also gives the sum of a softmax: by torch's kernel for a CPU, else by products.
 
     Parameters
     ----------
@@ -330,6 +335,10 @@ def softmax_over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) ->
     Attended
         Of [n, kv_heads, queries].
     """
+    if q.device.type != "cpu":
+        scores = (scale * q.float() @ k.float().mT).masked_fill_(~seen, -torch.inf)
+        log_sum = scores.logsumexp(-1)
+        return Attended((scores - log_sum[..., None]).exp_().nan_to_num_() @ v.float(), log_sum)
     bias = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
     bias = bias.expand(len(q), 1, q.shape[2], k.shape[2])
     mean, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

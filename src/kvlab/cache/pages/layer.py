@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +36,8 @@ class LayerPages:
     loops : bool
         Whether compiled loops may read and write, where they are to be had.
     """
+
+    on_gpu = False
 
     def __init__(
         self,
@@ -127,15 +127,9 @@ class LayerPages:
         return pages.view(-1, self.bytes)
 
 
-def by_triton(device: torch.device) -> bool:
-    """Whether rows on a device are read by Triton: those on a GPU; on a CPU where its interpreter was asked for."""
-    asked = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    return asked and importlib.util.find_spec("triton") is not None
-
-
 def writer(rows: Rows, own: RowReader | None) -> Rows:
     """What writes rows: the compiled loops of `klt` where such read them, the same bytes sooner."""
-    if own is None or own.plan.mean.device.type != "cpu" or by_triton(own.plan.mean.device):
+    if own is None:
         return rows
     from kvlab.codecs.klt.writing_numba import QuickRows
 
@@ -144,25 +138,18 @@ def writer(rows: Rows, own: RowReader | None) -> Rows:
 
 def quick(rows: Rows) -> RowReader | None:
     """The compiled way to read rows where they are; None where their codec has none, or nothing compiles it."""
-    if not isinstance(rows, KltRows):
+    if not (isinstance(rows, KltRows) and rows.plan.mean.device.type == "cpu" and compiled()):
         return None
-    device = rows.plan.mean.device
-    if by_triton(device):
-        from kvlab.codecs.klt.reading_triton import TritonLoop
+    from kvlab.codecs.klt.reading_numba import TileLoop
 
-        return RowReader(rows.plan, TritonLoop(rows.plan))
-    if device.type == "cpu" and compiled():
-        from kvlab.codecs.klt.reading_numba import TileLoop
-
-        return RowReader(rows.plan, TileLoop(rows.plan))
-    return None
+    return RowReader(rows.plan, TileLoop(rows.plan))
 
 
 def compiled_loops(
     k: RowReader | None, v: RowReader | None, by_position: bool
 ) -> tuple[TileAttention | ServedAttention | None, ServedWriter | None]:
     """Attention of few queries over both streams, and what writes tokens; None where torch does it."""
-    if not k or not v or k.plan.mean.device.type != "cpu" or by_triton(k.plan.mean.device):
+    if not k or not v:
         return None, None
     from kvlab.codecs.klt import reading_numba, served_numba
 

@@ -43,6 +43,7 @@ class Rotation:
     by_position = False
 
     def __init__(self, table: Tensor):
+        self.table = table.float().contiguous()
         self._halves = tuple(part.contiguous() for part in table.float().chunk(2, dim=-1))
         self.columns = tuple(pad(part.T, (0, BEYOND)).contiguous().cpu().numpy() for part in self._halves)
         self.rows = tuple(part.cpu().numpy() for part in self._halves)

@@ -1,0 +1,51 @@
+"""The pages of one layer in the memory of a GPU, whose rows are those of `klt` without escapes after its rotary
+embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvlab.cache.pages.attention import Attended
+from kvlab.cache.pages.layer import LayerPages
+from kvlab.cache.pages.rope import MeanByPosition
+from kvlab.codecs.klt.rows import KltRows
+from kvlab.codecs.klt.served_triton import ServedLoops, Span
+
+
+class GpuPages(LayerPages):
+    """`LayerPages` that Triton's kernels write, and read where each sequence has one query.
+
+    Parameters
+    ----------
+    layer : int
+        Which one.
+    k, v : KltRows
+        How a token's K and V lie, with plans on the GPU.
+    rotation : MeanByPosition
+        What stands between K as attention sees it and as it is coded.
+
+    Attributes
+    ----------
+    faults : Tensor
+        int32 [1]; 1 once a token came that holds NaN or infinity. Whoever has the pages looks: to ask is to wait.
+    """
+
+    on_gpu = True
+
+    def __init__(self, layer: int, k: KltRows, v: KltRows, rotation: MeanByPosition):
+        super().__init__(layer, k, v, rotation, loops=False)
+        self.served = ServedLoops(k.plan, v.plan)
+        self.faults = torch.zeros(1, dtype=torch.int32, device=k.plan.mean.device)
+
+    def write(self, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """See `LayerPages.write`; a token that cannot be coded is noted in `faults`."""
+        turns = self.rotation.rotation.table[positions]
+        self.served.write(k, v, self._rows(pages), slots, turns, self.faults)
+        self.written += len(slots)
+
+    def attend_single(self, pages: Tensor, query: Tensor, span: Span, tokens: int, scale: float) -> Attended:
+        """Attention of one query of each sequence [n, heads, head_dim] over the coded tokens of `span`, `tokens`."""
+        self.read_back += tokens
+        q = query.float() * scale
+        return Attended(*self.served.attend(self._rows(pages), pages.shape[2], span, q, self.rotation.rotation.table))
