@@ -165,7 +165,7 @@ class ServedLayer(CacheLayerMixin):
         return tuple(part.whole() for part in seen) if call.whole or not served.rows else tuple(seen)
 
     def refuse_faults(self) -> None:
-        """`NonFinite` after a call that gave some layer a token which cannot be coded; on a GPU, once for all layers."""
+        """`NonFinite` after a call that gave some layer a token which cannot be coded; asked on a GPU, once a call."""
         if self.pages.on_gpu and self.pages.faults.item():
             raise NonFinite(
                 "a value of K or V of this call is NaN, infinite, or so large that its components do not fit float32",
