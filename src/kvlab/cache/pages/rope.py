@@ -7,6 +7,8 @@ table is.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -43,10 +45,14 @@ class Rotation:
     by_position = False
 
     def __init__(self, table: Tensor):
-        self.table = table.float().contiguous()
         self._halves = tuple(part.contiguous() for part in table.float().chunk(2, dim=-1))
         self.columns = tuple(pad(part.T, (0, BEYOND)).contiguous().cpu().numpy() for part in self._halves)
         self.rows = tuple(part.cpu().numpy() for part in self._halves)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Cosines and then sines of each position, float32 [positions, head_dim]."""
+        return torch.cat(self._halves, dim=-1)
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
         """K [heads, n, head_dim] as attention sees it, as it was before, float32; `positions` are int64 [n]."""

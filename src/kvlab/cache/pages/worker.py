@@ -51,8 +51,8 @@ def own(config: VllmConfig) -> list[Rule]:
     return [
         (
             device == "cpu",
-            f"coded pages are served by a CPU backend, and this vLLM runs on {device}; the Triton kernel that reads"
-            " their rows there was not run on a GPU yet",
+            f"coded pages are served by a CPU backend, and this vLLM runs on {device}; on a GPU take kvlab.Cache in"
+            " transformers",
         ),
         (not others, f"attention backend {others[0] if others else ''} was asked for; leave attention_backend out"),
         (
