@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from triton.testing import do_bench_cudagraph
 
 from kvlab.cache.transformers_cache import Cache
-from kvlab.codecs.klt.served_triton import Span
+from kvlab.codecs.klt.served_triton import CodedSpans
 
 SHAPES = ((1, 512), (1, 8192), (8, 8192), (32, 512), (32, 2048), (32, 8192))  # requests, tokens of each
 STEPS = ((1, 1024), (8, 1024), (8, 8192), (32, 8192))
@@ -53,7 +53,7 @@ def coded(cache: Cache, requests: int, tokens: int) -> float:
         size = requests * tokens, layer.pages.bytes
         rows = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda")
         blocks = torch.randperm(size[0] // PAGE).view(requests, -1)
-        span = Span.of(blocks, [0] * requests, [tokens] * requests, rows.device)
+        span = CodedSpans.of(blocks, [0] * requests, [tokens] * requests, rows.device)
         times.append(microseconds(partial(layer.pages.served.attend, rows, PAGE, span, q, turns)))
     return statistics.mean(times)
 

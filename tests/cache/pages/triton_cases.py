@@ -22,7 +22,7 @@ from kvlab.cache.hf.rope import find_rotary, turns
 from kvlab.cache.pages.rope import MeanByPosition, Rotation
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.rows import KltRows
-from kvlab.codecs.klt.served_triton import ServedLoops, Span
+from kvlab.codecs.klt.served_triton import CodedSpans, ServedLoops
 from kvlab.codecs.registry import build
 from kvlab.core.errors import NonFinite
 from refusals import refused
@@ -67,7 +67,7 @@ def test_rows_and_attention_are_what_torch_says(heads, dim, bits):
 
     first, until = [4, 0, 9], [tokens, 130, 9]
     q = torch.randn(3, heads * per, dim, device=DEVICE) * dim**-0.5
-    span = Span.of(blocks.expand(3, -1), first, until, DEVICE)
+    span = CodedSpans.of(blocks.expand(3, -1), first, until, DEVICE)
     mean, log_sum = loops.attend(rows, BLOCK, span, q, rotation.rotation.table)
     keys = rotation.redo(k.decode(rows[slots][:, : k.bytes]), at).double().repeat_interleave(per, 0)
     values = v.decode(rows[slots][:, k.bytes :]).double().repeat_interleave(per, 0)
@@ -95,7 +95,7 @@ def test_an_answer_does_not_hang_on_who_else_is_served():
     rows, _, blocks = pages_of(k, v, loops, rotation, x_k, x_v)
     q = torch.randn(2, 9, 64, device=DEVICE)
     turns = rotation.rotation.table
-    both, one = Span.of(blocks.expand(2, -1), [0, 0], [300, 40], DEVICE), Span.of(blocks, [0], [40], DEVICE)
+    both, one = CodedSpans.of(blocks.expand(2, -1), [0, 0], [300, 40], DEVICE), CodedSpans.of(blocks, [0], [40], DEVICE)
     together, alone = loops.attend(rows, BLOCK, both, q, turns), loops.attend(rows, BLOCK, one, q[1:], turns)
     for found, due in zip(together, alone, strict=True):
         torch.testing.assert_close(found[1], due[0], atol=1e-5, rtol=1e-5)  # products of more rows round otherwise

@@ -15,7 +15,7 @@ from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.exact import Ring
 
 if TYPE_CHECKING:
-    from kvlab.codecs.klt.served_triton import Span
+    from kvlab.codecs.klt.served_triton import CodedSpans
 
 
 class Sequences(NamedTuple):
@@ -137,12 +137,12 @@ class ServedCall:
         return self.step.positions.to(self.device)
 
     @cached_property
-    def span(self) -> Span:
+    def span(self) -> CodedSpans:
         """What its queries read coded where each row has one, for a GPU's kernels: a row of the batch is a page."""
-        from kvlab.codecs.klt.served_triton import Span
+        from kvlab.codecs.klt.served_triton import CodedSpans
 
         blocks, until = torch.tensor(self.rows)[:, None], self.step.until.tolist()
-        return Span.of(blocks, list(self.step.first), until, self.device)
+        return CodedSpans.of(blocks, list(self.step.first), until, self.device)
 
     @cached_property
     def real(self) -> Tensor:

@@ -10,7 +10,7 @@ from kvlab.cache.pages.attention import Attended
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rope import MeanByPosition
 from kvlab.codecs.klt.rows import KltRows
-from kvlab.codecs.klt.served_triton import ServedLoops, Span
+from kvlab.codecs.klt.served_triton import CodedSpans, ServedLoops
 
 
 class GpuPages(LayerPages):
@@ -44,7 +44,7 @@ class GpuPages(LayerPages):
         self.served.write(k, v, self._rows(pages), slots, turns, self.faults)
         self.written += len(slots)
 
-    def attend_single(self, pages: Tensor, query: Tensor, span: Span, tokens: int, scale: float) -> Attended:
+    def attend_single(self, pages: Tensor, query: Tensor, span: CodedSpans, tokens: int, scale: float) -> Attended:
         """Attention of one query of each sequence [n, heads, head_dim] over the coded tokens of `span`, `tokens`."""
         self.read_back += tokens
         q = query.float() * scale

@@ -29,7 +29,7 @@ MOST_PARTS, AT_ONCE = 64, 8  # of a sequence, and how many are joined at once
 LEAST = 16  # rows and columns of a matrix product
 
 
-class Served(NamedTuple):
+class ServedStream(NamedTuple):
     """One stream of a layer, on the device of its pages. Components with bits are a group's `lanes`.
 
     Parameters
@@ -69,7 +69,7 @@ class Served(NamedTuple):
     mean: Tensor
 
     @classmethod
-    def of(cls, plan: Synthesis) -> Served:
+    def of(cls, plan: Synthesis) -> ServedStream:
         """That of a plan without escapes that has the way to components too."""
         widths, device = plan.widths, plan.mean.device
         active = widths > 0
@@ -121,7 +121,7 @@ class Served(NamedTuple):
         return cls(*(part.contiguous().to(device) for part in made))
 
 
-class Span(NamedTuple):
+class CodedSpans(NamedTuple):
     """Which coded tokens the one query of each sequence reads: those of positions `first` to `until` - 1.
 
     Parameters
@@ -140,7 +140,7 @@ class Span(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, blocks: Tensor, first: list[int], until: list[int], device: torch.device) -> Span:
+    def of(cls, blocks: Tensor, first: list[int], until: list[int], device: torch.device) -> CodedSpans:
         """That of a block table on any device. Where a sequence is cut depends on its own length alone."""
         counts = [max(0, end - begin) for begin, end in zip(first, until, strict=True)]
         part = [max(SHORTEST, triton.next_power_of_2(triton.cdiv(count, MOST_PARTS))) for count in counts]
@@ -162,7 +162,7 @@ class ServedLoops:
     """
 
     def __init__(self, k: Synthesis, v: Synthesis):
-        self.k, self.v, self.k_bytes = Served.of(k), Served.of(v), k.planes.bytes(1)
+        self.k, self.v, self.k_bytes = ServedStream.of(k), ServedStream.of(v), k.planes.bytes(1)
         heads, half = len(self.k.mean), self.k.mean.shape[1] // 2
         low, high = (torch.diag_embed(part) for part in self.k.mean.split(half, dim=1))
         turned = torch.cat([torch.cat([low, high], 2), torch.cat([-high, low], 2)], 1)  # cos, sin to R_t mean
@@ -194,7 +194,9 @@ class ServedLoops:
                 BYTES=triton.next_power_of_2(size),
             )
 
-    def attend(self, rows: Tensor, block_size: int, span: Span, q: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, rows: Tensor, block_size: int, span: CodedSpans, q: Tensor, turns: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Attention of one query of each sequence over its coded tokens.
 
         Parameters
@@ -203,7 +205,7 @@ class ServedLoops:
             All pages, uint8 [slots, bytes].
         block_size : int
             Tokens of a page.
-        span : Span
+        span : CodedSpans
             Which tokens.
         q : Tensor
             Scaled, float32 [n, heads, head_dim].
