@@ -12,6 +12,14 @@ import triton.language as tl
 
 
 @triton.jit
+def bounds(ends, part, sequence, n):
+    """Where the tokens begin that a sequence reads coded, and where those of one of its parts begin and end."""
+    before, size = tl.load(ends + sequence), tl.load(ends + 2 * n + sequence)
+    begin = before + part * size
+    return before, begin, tl.minimum(begin + size, tl.load(ends + n + sequence))
+
+
+@triton.jit
 def places(start, end, rows, blocks, block_size, row_bytes, TILE: tl.constexpr):
     """Positions from `start` on, which of them are below `end`, and their rows; those beyond have some row."""
     position = start + tl.arange(0, TILE)
@@ -67,9 +75,7 @@ def score_kernel(
     """Scores of the queries of one sequence and group at one part of its tokens."""
     part, group, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parts, groups, n = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
-    size, before = tl.load(ends + 2 * n + sequence), tl.load(ends + sequence)
-    begin = before + part * size
-    end = tl.minimum(begin + size, tl.load(ends + n + sequence))
+    before, begin, end = bounds(ends, part, sequence, n)
     if begin >= end:
         return
     row, lane, pair = tl.arange(0, ROWS), tl.arange(0, CHUNK), tl.arange(0, TURNS)
@@ -130,9 +136,7 @@ def sum_kernel(
     chunk, group, sequence = tl.program_id(0) % (LANES // CHUNK), tl.program_id(1), tl.program_id(2)
     part, parts = tl.program_id(0) // (LANES // CHUNK), tl.num_programs(0) // (LANES // CHUNK)
     groups, n = tl.num_programs(1), tl.num_programs(2)
-    size, before = tl.load(ends + 2 * n + sequence), tl.load(ends + sequence)
-    begin = before + part * size
-    end = tl.minimum(begin + size, tl.load(ends + n + sequence))
+    before, begin, end = bounds(ends, part, sequence, n)
     if begin >= end:
         return
     row, lane = tl.arange(0, ROWS), tl.arange(0, CHUNK)
