@@ -85,6 +85,7 @@ def written(workspace: Path) -> set[str]:
     return {name for name in names if not name.startswith(("results/logs", "results/benchmarks"))}
 
 
+@pytest.mark.full  # `make lint` asks too
 def test_dvc_yaml_agrees_with_the_rules():
     checked = script("dvc_sync.py", "--check")
     assert checked.returncode == 0, checked.stderr
@@ -154,6 +155,7 @@ def test_a_wrong_parameter_is_one_line_and_writes_nothing(workspace, change, mes
     assert written(workspace) == set()
 
 
+@pytest.mark.full
 def test_a_failed_job_names_its_log_and_the_reason(workspace):
     failed = run(*SNAKEMAKE, "corpus", "--config", "corpus={source: no/such/file.txt}", cwd=workspace)
     log = workspace / "results/logs/corpus/reference/windows.log"

@@ -1,5 +1,7 @@
 import copy
 
+import pytest
+
 from goldens import made
 from kvlab.gate.reasons import REASONS
 from validation.gate.corruptions import (
@@ -10,6 +12,8 @@ from validation.gate.corruptions import (
     published_passes,
     valid_case,
 )
+
+pytestmark = pytest.mark.full  # judged by `validation`; each rule has its own tests in tests/gate
 
 # What is found in whole files or takes two fields, and what depends on the day: see the tests of their readers.
 ELSEWHERE = {
