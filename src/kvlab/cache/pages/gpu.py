@@ -1,5 +1,4 @@
-"""The pages of one layer in the memory of a GPU, whose rows are those of `klt` without escapes after its rotary
-embedding."""
+"""The pages of one layer in a GPU's memory: rows of `klt` of K after its rotary embedding, without escapes."""
 
 from __future__ import annotations
 
