@@ -15,8 +15,8 @@ from codec.ladder_making import LAYER, planted
 from kvlab.cache.hf.attention_view import SCRATCH, BlockReader
 from kvlab.cache.hf.coder import StreamCoder
 from kvlab.cache.hf.klt_columns import KltColumns
-from kvlab.cache.hf.rope import RopeTurn
 from kvlab.cache.hf.sequences import Straight, TokenRow
+from kvlab.cache.rope_turn import RopeTurn
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.rows import KltRows

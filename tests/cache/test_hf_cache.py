@@ -24,7 +24,7 @@ import tiny
 from kvlab.cache.hf.decoded_window import GRAIN
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.cache.hf.layer import STREAMS
-from kvlab.cache.hf.rope import apply_rope, undo_rope
+from kvlab.cache.rope_turn import apply_rope, undo_rope
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.cast import CastStream
 from kvlab.codecs.hadamard import HadamardStream

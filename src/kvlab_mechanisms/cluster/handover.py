@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvlab.cache.hf.rope import RopeTurn, turns_of
+from kvlab.cache.hf.rope import turns_of
+from kvlab.cache.rope_turn import RopeTurn
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Codec, Site
 from kvlab.codecs.registry import build

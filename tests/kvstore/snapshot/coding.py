@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from codec import ladder_making
-from kvlab.cache.hf.rope import RopeTurn, apply_rope
+from kvlab.cache.rope_turn import RopeTurn, apply_rope
 from kvlab.calibration.load import Calibrated
 from kvlab.core.recipe import Recipe
 from kvlab.kvstore.paging.geometry import Geometry

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvlab.cache.hf.attention_view import SCRATCH
 from kvlab.cache.hf.coder import StreamCoder
-from kvlab.cache.hf.rope import RopeTurn
 from kvlab.cache.hf.sequences import TokenRow, Turn
+from kvlab.cache.rope_turn import RopeTurn
 from kvlab.codecs.klt import columns_numba
 from kvlab.codecs.klt.halves import scratch
 from kvlab.codecs.klt.joining import arrays_of

@@ -31,10 +31,11 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvlab.cache.hf.attention import FEW, passes_here, register_attention
 from kvlab.cache.hf.codec_tables import Calibration, LayerShape, bytes_of, tables_of
 from kvlab.cache.hf.layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
-from kvlab.cache.hf.rope import ForwardSeen, Watch, find_rotary, refuse_lossy, turns, turns_by_layer
+from kvlab.cache.hf.rope import ForwardSeen, Watch, find_rotary, turns, turns_by_layer
 from kvlab.cache.hf.sequences import Straight
 from kvlab.cache.hf.served import ServedLayer
 from kvlab.cache.pages.rope import Rotation
+from kvlab.cache.rope_turn import refuse_lossy
 from kvlab.calibration.needs import by_position
 from kvlab.codecs.shared.apart import apart
 from kvlab.core.codec_settings import IdentityStream

@@ -1,1 +1,1 @@
-"""vLLM's pages hold a recipe's coded bytes: `rows.py` says how many, `worker.py` tells vLLM, `backend.py` attends."""
+"""Pages that hold coded bytes as rows (`token_bytes.py`): in vLLM (`worker.py`, `backend.py`) and on a GPU."""

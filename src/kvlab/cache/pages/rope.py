@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kvlab.cache.hf.rope import RopeTurn, apply_rope, refuse_lossy, undo_rope
+from kvlab.cache.rope_turn import RopeTurn, apply_rope, refuse_lossy, undo_rope
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 

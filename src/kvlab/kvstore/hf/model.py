@@ -12,7 +12,8 @@ from transformers import Cache
 
 from kvlab.cache.hf.codec_tables import LayerShape
 from kvlab.cache.hf.kv_cache import shape_of, windows_of
-from kvlab.cache.hf.rope import CHANGING, RopeTurn, find_rotary, turns_by_layer
+from kvlab.cache.hf.rope import CHANGING, find_rotary, turns_by_layer
+from kvlab.cache.rope_turn import RopeTurn
 from kvlab.core.decoder import FULL, SLIDING, rope_of, rope_types
 from kvlab.core.errors import CapabilityError, ModelError, NonFinite, UserError
 from kvlab.core.model import ModelInfo
