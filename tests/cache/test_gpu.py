@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from cache.pages.triton_cases import TEXT, tiny_llama
-from cache.test_hf_cache import logits
+from cache.test_hf_cache import HEAD_DIM, HEADS, LAYERS, logits
+from cache.test_served import TEXT
 from codec.ladder_making import RECIPES
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.core.recipe import Recipe
@@ -17,6 +18,20 @@ from kvlab.core.recipe import Recipe
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 UNCALIBRATED = ("identity", "int", "kivi", "kivi-token", "hadamard", "fp8", "nf4", "d4", "e8", "ggml")
+
+
+def tiny_llama(device: str | torch.device) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_DIM,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval().to(device)
 
 
 @pytest.mark.parametrize("name", UNCALIBRATED)

@@ -26,7 +26,7 @@ from kvlab.cache.files.decoder_form import read_of
 from kvlab.cache.hf.attention_view import BlockReader, Reader
 from kvlab.cache.hf.coder import StreamCoder
 from kvlab.cache.hf.layer import STREAMS, CodecLayer
-from kvlab.cache.hf.served import ServedLayer
+from kvlab.cache.hf.served import ServedLayer, with_faults
 from kvlab.cache.pages.exact import Ring, kept_exact
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.layer import compiled as compiles
@@ -37,6 +37,7 @@ from kvlab.calibration.needs import by_position
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.codec import KltCodec
+from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.registry import bare
 from kvlab.codecs.shared.components import Components
 from kvlab.core.errors import CalibrationMismatch, CapabilityError
@@ -128,7 +129,6 @@ class ServedTables:
                 f" {device}; install triton, or give rotary: before",
                 code="capability.device",
             )
-        self.device = device
         ends = kept_exact(recipe, f"recipe {recipe.recipe_id}")
         self.ring = Ring(ends[0], max(1, ends[1]))  # a token reads itself as it is
         rows = {stream: _rows(recipe, stream, calibration, shape, device) for stream in STREAMS}
@@ -137,6 +137,13 @@ class ServedTables:
         make = partial(LayerPages, loops=quick)
         if by_triton(device):
             from kvlab.cache.pages.gpu import GpuPages as make
+
+            if not all(isinstance(own, KltRows) and not own.plan.escaping for one in rows.values() for own in one):
+                raise CapabilityError(
+                    "on a GPU klt with rotary: after takes klt for V too, and both without escapes; give v: klt and"
+                    " escape: false, or rotary: before",
+                    code="capability.served",
+                )
         self._pages = [
             make(layer, k, v, MeanByPosition(nothing, mean))
             for layer, (k, v, mean) in enumerate(zip(rows["k"], rows["v"], self.means, strict=True))
@@ -162,12 +169,8 @@ class ServedTables:
                     f"klt with rotary: after takes no {what}; leave it out, or give rotary: before",
                     code="capability.served",
                 )
-        own = [copy.copy(pages) for pages in self._pages]
-        if by_triton(self.device):
-            faults = torch.zeros(1, dtype=torch.int32, device=self.device)  # of one cache
-            for pages in own:
-                pages.faults = faults
-        return [ServedLayer(*pair, self.ring) for pair in zip(own, self.means, strict=True)]
+        own = zip(self._pages, self.means, strict=True)
+        return with_faults([ServedLayer(copy.copy(pages), mean, self.ring) for pages, mean in own])
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +192,7 @@ def tables_of(
     make = kind_of(recipe)
     if identity is None:
         return make(*given)
-    key = (identity, recipe.recipe_id, shape, *given[3:])
+    key = (identity, recipe.recipe_id, shape, device if make is ServedTables else device.type == "cpu", quick)
     with _MAKING:
         found = _HELD.get(key)
         if found is None:

@@ -33,7 +33,7 @@ from kvlab.cache.hf.codec_tables import Calibration, LayerShape, bytes_of, table
 from kvlab.cache.hf.layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
 from kvlab.cache.hf.rope import ForwardSeen, Watch, find_rotary, turns, turns_by_layer
 from kvlab.cache.hf.sequences import Straight
-from kvlab.cache.hf.served import ServedLayer
+from kvlab.cache.hf.served import ServedLayer, with_faults
 from kvlab.cache.pages.rope import Rotation
 from kvlab.cache.rope_turn import refuse_lossy
 from kvlab.calibration.needs import by_position
@@ -389,6 +389,8 @@ class KVCache(Cache):
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         twin.layers = [layer.fork() for layer in self.layers]
+        if self._served:
+            with_faults(twin.layers)
         twin._busy, twin._watch = threading.Lock(), Watch(self._model, self._rotary and self._rotary.module, twin)
         return twin
 

@@ -126,7 +126,7 @@ class ServedLayer(CacheLayerMixin):
         """Room for the batch that arrives."""
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, head_dim = key_states.shape
-        self.held = torch.empty(batch, 1, 0, self.pages.bytes, dtype=torch.uint8)
+        self.held = key_states.new_empty(batch, 1, 0, self.pages.bytes, dtype=torch.uint8)
         self.exact = key_states.new_zeros(2, batch, heads, self.ring.tokens, head_dim)
         self.is_initialized = True
 
@@ -268,3 +268,12 @@ class ServedLayer(CacheLayerMixin):
         twin = copy.copy(self)
         twin.pages, twin.held, twin.exact = copy.copy(self.pages), self.held.clone(), self.exact.clone()
         return twin
+
+
+def with_faults(layers: list[ServedLayer]) -> list[ServedLayer]:
+    """Layers of one cache, which on a GPU note in one place of their own what cannot be coded."""
+    if layers[0].pages.on_gpu:
+        faults = torch.zeros_like(layers[0].pages.faults)
+        for layer in layers:
+            layer.pages.faults = faults
+    return layers

@@ -11,6 +11,8 @@ from kvlab.cache.pages.rope import MeanByPosition
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.klt.served_triton import CodedSpans, ServedLoops
 
+STRIP = 16384  # tokens that are coded at once: bounds the memory
+
 
 class GpuPages(LayerPages):
     """`LayerPages` that Triton's kernels write, and read where each sequence has one query.
@@ -27,7 +29,7 @@ class GpuPages(LayerPages):
     Attributes
     ----------
     faults : Tensor
-        int32 [1]; 1 once a token came that holds NaN or infinity. Whoever has the pages looks: to ask is to wait.
+        int32 [1]; 1 once a component that has bits was not finite. Whoever has the pages looks: to ask is to wait.
     """
 
     on_gpu = True
@@ -39,8 +41,11 @@ class GpuPages(LayerPages):
 
     def write(self, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor, positions: Tensor) -> None:
         """See `LayerPages.write`; a token that cannot be coded is noted in `faults`."""
-        turns = self.rotation.rotation.table[positions]
-        self.served.write(k, v, self._rows(pages), slots, turns, self.faults)
+        rows = self._rows(pages)
+        for start in range(0, len(slots), STRIP):
+            own = slice(start, start + STRIP)
+            coded = self.rotation.undo(k[:, own], positions[own]), v[:, own].float()
+            self.served.write(*coded, rows, slots[own], self.faults)
         self.written += len(slots)
 
     def attend_single(self, pages: Tensor, query: Tensor, span: CodedSpans, tokens: int, scale: float) -> Attended:

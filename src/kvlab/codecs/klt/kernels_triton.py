@@ -73,7 +73,7 @@ def score_kernel(
     CHUNK: tl.constexpr,
 ):
     """Scores of the queries of one sequence and group at one part of its tokens."""
-    part, group, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, group, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     parts, groups, n = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
     before, begin, end = bounds(ends, part, sequence, n)
     if begin >= end:
@@ -133,7 +133,7 @@ def sum_kernel(
     CHUNK: tl.constexpr,
 ):
     """A chunk of V's components summed by weight over one part of a sequence's tokens."""
-    chunk, group, sequence = tl.program_id(0) % (LANES // CHUNK), tl.program_id(1), tl.program_id(2)
+    chunk, group, sequence = tl.program_id(0) % (LANES // CHUNK), tl.program_id(1), tl.program_id(2).to(tl.int64)
     part, parts = tl.program_id(0) // (LANES // CHUNK), tl.num_programs(0) // (LANES // CHUNK)
     groups, n = tl.num_programs(1), tl.num_programs(2)
     before, begin, end = bounds(ends, part, sequence, n)
@@ -175,7 +175,7 @@ def join_kernel(
     AT_ONCE: tl.constexpr,
 ):
     """What the queries of one sequence and group see of all its parts, a chunk of V's components."""
-    sequence, group, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, group, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     n, groups = tl.num_programs(0), tl.num_programs(1)
     size = tl.load(ends + 2 * n + sequence)
     count = tl.cdiv(tl.maximum(tl.load(ends + n + sequence) - tl.load(ends + sequence), 0), size)
@@ -230,7 +230,7 @@ def put_kernel(
     down = tl.load(held + size * 8 + place, mask=inside, other=0)
     mask = tl.load(held + 2 * size * 8 + place, mask=inside, other=0)
     up = tl.load(held + 3 * size * 8 + place, mask=inside, other=0)
-    value = tl.load(z + (lane // LANES * n + token) * LANES + lane % LANES, mask=mask > 0, other=0.0)
+    value = tl.load(z + ((lane // LANES).to(tl.int64) * n + token) * LANES + lane % LANES, mask=mask > 0, other=0.0)
     if tl.max((tl.abs(value) < float("inf")).to(tl.int32) ^ 1) > 0:
         tl.store(faults, 1)
     table, bits = tl.load(first + lane), tl.load(width + lane)

@@ -163,36 +163,29 @@ class ServedLoops:
 
     def __init__(self, k: Synthesis, v: Synthesis):
         self.k, self.v, self.k_bytes = ServedStream.of(k), ServedStream.of(v), k.planes.bytes(1)
-        heads, half = len(self.k.mean), self.k.mean.shape[1] // 2
-        low, high = (torch.diag_embed(part) for part in self.k.mean.split(half, dim=1))
-        turned = torch.cat([torch.cat([low, high], 2), torch.cat([-high, low], 2)], 1)  # cos, sin to R_t mean
-        lanes = self.k.back.mT
-        self.absorb = torch.cat([lanes, turned.mT, self.k.rest[..., None]], 2).contiguous()
-        groups = len(self.k.digits)
-        self.of_turned = joined(turned, groups) @ self.k.ahead
-        self.of_mean = joined(self.v.mean[:, None], groups) @ self.v.ahead
+        self.groups = len(self.k.digits)
+        self.per_group = len(self.k.mean) // self.groups
+        self.absorb = self.k.back.mT.contiguous()
         self.constant = (self.v.mean + self.v.rest)[:, None]
-        self.groups, self.per_group = groups, heads // groups
 
-    def write(self, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor, turns: Tensor, faults: Tensor) -> None:
-        """Code tokens [heads, n, head_dim], K as attention sees it, into their slots int64 [n] of rows uint8.
+    def write(self, k: Tensor, v: Tensor, rows: Tensor, slots: Tensor, faults: Tensor) -> None:
+        """Code tokens float32 [heads, n, head_dim] into their slots int64 [n] of rows uint8.
 
-        `turns` are cosines and then sines of their positions, float32 [n, head_dim]. `faults`, int32 [1], is made 1
-        where a component is not finite.
+        K is what is coded of it: its mean is the same at every position (`MeanByPosition.undo`). `faults`, int32 [1],
+        is made 1 where a component that has bits is not finite.
         """
-        turned = turns @ self.of_turned
-        of_k = torch.baddbmm(turned, joined(k.float(), self.groups), self.k.ahead, beta=-1)
-        of_v = torch.baddbmm(self.of_mean, joined(v.float(), self.groups), self.v.ahead, beta=-1)
-        for z, own, first in ((of_k, self.k, 0), (of_v, self.v, self.k_bytes)):
+        for x, own, first in ((k, self.k, 0), (v, self.v, self.k_bytes)):
             size = own.held.shape[1]
             if not size:
                 continue
-            put_kernel[len(slots),](
-                *(z, rows, slots, own.held, own.first, own.width, own.edges, faults),
-                *(z.shape[1], rows.shape[1], first, size),
-                LANES=z.shape[2],
-                BYTES=triton.next_power_of_2(size),
-            )
+            z = joined(x - own.mean[:, None], self.groups) @ own.ahead
+            with torch.cuda.device_of(rows):
+                put_kernel[len(slots),](
+                    *(z, rows, slots, own.held, own.first, own.width, own.edges, faults),
+                    *(z.shape[1], rows.shape[1], first, size),
+                    LANES=z.shape[2],
+                    BYTES=triton.next_power_of_2(size),
+                )
 
     def attend(
         self, rows: Tensor, block_size: int, span: CodedSpans, q: Tensor, turns: Tensor
@@ -223,7 +216,7 @@ class ServedLoops:
         per = heads // kv_heads
         padded = max(LEAST, triton.next_power_of_2(self.per_group * per))
         parts = max(1, span.parts)
-        queries = q.unflatten(1, (kv_heads, per)).transpose(0, 1).flatten(1, 2) @ self.absorb
+        queries = self._absorbed(q.unflatten(1, (kv_heads, per)).transpose(0, 1).flatten(1, 2))
         scores = q.new_empty(n, groups, padded, parts * span.size)
         seen, sums = q.new_empty(2, n, groups, parts, padded), q.new_empty(n, groups, parts, padded, lanes)
         totals, log_sum = q.new_empty(kv_heads, n * per, lanes), q.new_empty(n, heads)
@@ -231,29 +224,41 @@ class ServedLoops:
         heads_of = {"PER": per, "IN_GROUP": self.per_group}
         sizes = {"ROWS": padded, "CHUNK": CHUNK}
         programs = {"TILE": TILE, "num_warps": WARPS, "num_stages": STAGES}
-        if span.parts:
-            score_kernel[parts, groups, n](
-                *(rows, span.blocks, span.ends, queries, turns, k.digits, k.many, k.first, k.values, scores, seen),
-                *where,
-                **(heads_of | sizes | programs),
-                LANES=k.back.shape[1],
-                DEPTH=k.digits.shape[1],
-                HEAD_DIM=head_dim,
-                TURNS=max(LEAST, triton.next_power_of_2(head_dim)),
-            )
-            sum_kernel[parts * (lanes // CHUNK), groups, n](
-                *(rows, span.blocks, span.ends, v.digits, v.many, v.first, v.values, scores, seen, sums),
-                *(*where, self.k_bytes),
-                **(sizes | programs),
+        with torch.cuda.device_of(rows):  # Triton launches where torch is, and not where tensors are
+            if span.parts:
+                score_kernel[parts, groups, n](
+                    *(rows, span.blocks, span.ends, queries, turns, k.digits, k.many, k.first, k.values, scores, seen),
+                    *where,
+                    **(heads_of | sizes | programs),
+                    LANES=k.back.shape[1],
+                    DEPTH=k.digits.shape[1],
+                    HEAD_DIM=head_dim,
+                    TURNS=max(LEAST, triton.next_power_of_2(head_dim)),
+                )
+                sum_kernel[parts * (lanes // CHUNK), groups, n](
+                    *(rows, span.blocks, span.ends, v.digits, v.many, v.first, v.values, scores, seen, sums),
+                    *(*where, self.k_bytes),
+                    **(sizes | programs),
+                    LANES=lanes,
+                    DEPTH=v.digits.shape[1],
+                )
+            join_kernel[n, groups, lanes // CHUNK](
+                *(span.ends, seen, sums, totals, log_sum, parts),
+                **(heads_of | sizes),
                 LANES=lanes,
-                DEPTH=v.digits.shape[1],
+                MOST=MOST_PARTS,
+                AT_ONCE=AT_ONCE,
             )
-        join_kernel[n, groups, lanes // CHUNK](
-            *(span.ends, seen, sums, totals, log_sum, parts),
-            **(heads_of | sizes),
-            LANES=lanes,
-            MOST=MOST_PARTS,
-            AT_ONCE=AT_ONCE,
-        )
         mean = torch.baddbmm(self.constant, totals, v.back)
         return mean.unflatten(1, (n, per)).transpose(0, 1).reshape(q.shape), log_sum
+
+    def _absorbed(self, q: Tensor) -> Tensor:
+        """What K's lanes, turns and a constant count for in scores of q [kv_heads, n, head_dim], beside each other.
+
+        The mean's part is no matrix product: its factors may be large, and torch may be told to round those of one.
+        """
+        low, high = q.chunk(2, dim=-1)
+        mean_low, mean_high = self.k.mean[:, None].chunk(2, dim=-1)
+        by_cos, by_sin = low * mean_low + high * mean_high, high * mean_low - low * mean_high
+        constant = (q * self.k.rest[:, None]).sum(-1, keepdim=True)
+        return torch.cat([q @ self.absorb, by_cos, by_sin, constant], dim=-1)
