@@ -44,7 +44,7 @@ def layer(bits: float, heads: int, dim: int):
     return k, v, ServedLoops(k.plan, v.plan), MeanByPosition(rotation, k.plan.decoding.mean.to(DEVICE))
 
 
-def pages_of(k, v, loops, rotation, x_k, x_v):
+def pages_of(k, v, loops, rotation, x_k, x_v, faulty=False):
     """Tokens in pages whose order is not theirs: the rows, their slots and the block table."""
     tokens = x_k.shape[1]
     blocks = torch.randperm(-(-tokens // BLOCK) + 3)
@@ -53,7 +53,7 @@ def pages_of(k, v, loops, rotation, x_k, x_v):
     rows = torch.full((len(blocks) * BLOCK, k.bytes + v.bytes), 255, dtype=torch.uint8, device=DEVICE)
     faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     loops.write(rotation.undo(x_k, at.to(DEVICE)), x_v, rows, slots, faults)
-    assert not faults.item()
+    assert faults.item() == faulty
     return rows, slots, blocks[None]
 
 
@@ -89,8 +89,7 @@ def test_what_is_not_finite_is_noticed():
     k, v, loops, rotation = layer(4, 3, 64)
     x = planted(3, 5, 64, 1).to(DEVICE)
     x[1, 2, 3] = torch.nan
-    with pytest.raises(AssertionError):
-        pages_of(k, v, loops, rotation, planted(3, 5, 64, 2).to(DEVICE), x)
+    pages_of(k, v, loops, rotation, planted(3, 5, 64, 2).to(DEVICE), x, faulty=True)
 
 
 def test_an_answer_does_not_hang_on_who_else_is_served():

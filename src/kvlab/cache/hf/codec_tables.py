@@ -134,16 +134,7 @@ class ServedTables:
         rows = {stream: _rows(recipe, stream, calibration, shape, device) for stream in STREAMS}
         self.means = [k.plan.decoding.mean.to(device) for k in rows["k"]]
         nothing = Rotation(torch.empty(0, shape.head_dim))
-        make = partial(LayerPages, loops=quick)
-        if by_triton(device):
-            from kvlab.cache.pages.gpu import GpuPages as make
-
-            if not all(isinstance(own, KltRows) and not own.plan.escaping for one in rows.values() for own in one):
-                raise CapabilityError(
-                    "on a GPU klt with rotary: after takes klt for V too, and both without escapes; give v: klt and"
-                    " escape: false, or rotary: before",
-                    code="capability.served",
-                )
+        make = served_on_gpu(rows["k"] + rows["v"]) if by_triton(device) else partial(LayerPages, loops=quick)
         self._pages = [
             make(layer, k, v, MeanByPosition(nothing, mean))
             for layer, (k, v, mean) in enumerate(zip(rows["k"], rows["v"], self.means, strict=True))
@@ -210,6 +201,19 @@ def by_triton(device: torch.device) -> bool:
     """Whether Triton reads and writes rows on a device: a GPU's; on a CPU where its interpreter was asked for."""
     asked = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     return asked and importlib.util.find_spec("triton") is not None
+
+
+def served_on_gpu(rows: list[Rows]) -> type[LayerPages]:
+    """What makes pages on a GPU; `CapabilityError` where its kernels do not know rows like these."""
+    from kvlab.cache.pages.gpu import GpuPages
+
+    if not all(isinstance(own, KltRows) and not own.plan.escaping for own in rows):
+        raise CapabilityError(
+            "on a GPU klt with rotary: after takes klt for V too, and both without escapes; give v: klt and"
+            " escape: false, or rotary: before",
+            code="capability.served",
+        )
+    return GpuPages
 
 
 def _rows(

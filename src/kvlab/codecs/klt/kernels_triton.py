@@ -38,7 +38,7 @@ def components(row, digits, many, first, values, LANES: tl.constexpr, CHUNK: tl.
     symbol = tl.zeros([row.shape[0], CHUNK], tl.int32)
     for digit in range(0, tl.load(many)):
         own = digits + 4 * digit * LANES + lane
-        # a digit that is not there has a mask of 0: to read some byte for it costs less than to ask
+        # a digit that is not there has a mask of 0: to read some byte for it takes fewer instructions than to ask
         found = tl.load(row[:, None] + tl.load(own)[None, :]).to(tl.int32)
         down, mask, up = tl.load(own + LANES), tl.load(own + 2 * LANES), tl.load(own + 3 * LANES)
         symbol |= ((found >> down[None, :]) & mask[None, :]) << up[None, :]
