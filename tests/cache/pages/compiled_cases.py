@@ -26,6 +26,8 @@ from cache.pages.test_rows import DIM, HEADS, SITE, made
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
 from kvlab.cache.pages import layer
+from kvlab.cache.pages.attention import ServerStep
+from kvlab.cache.pages.exact import Ring
 from kvlab.cache.pages.layer import LayerPages, quick
 from kvlab.cache.pages.rope import MeanByPosition, Rotation
 from kvlab.cache.pages.token_bytes import rows_of
@@ -165,6 +167,7 @@ def test_without_numba_the_same_is_read(monkeypatch, rotary):
     k[:, 7] *= 50
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(0))[:50]
     pages = torch.zeros(20, 1, BLOCK, plain.bytes, dtype=torch.uint8)
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
     plain.write(k, v, pages, slots, positions)
     own = torch.zeros_like(pages)
     compiled.write(k, v, own, slots, positions)
@@ -222,16 +225,16 @@ def test_served_rows_are_torch_s_and_read_as_torch_reads_them(heads, bits, token
     slots, places = torch.randperm(80 * BLOCK)[:tokens], torch.arange(200, 200 + tokens)
     k, v = (planted(heads, tokens, dim, seed).to(dtype) for seed in (0, 1))
     held = torch.zeros(80, 1, BLOCK, pages.bytes, dtype=torch.uint8)
-    pages.write(k, v, held, slots, places)
+    pages.write(k.transpose(0, 1), v.transpose(0, 1), held, slots, places)
     due = torch.cat((rows[0].encode(pages.rotation.undo(k, places).float()), rows[1].encode(v.float())), dim=1)
     found = held.view(-1, pages.bytes)
     assert (found[slots] != due).float().mean() < 1e-3
     untouched = torch.ones(len(found), dtype=torch.bool)
     untouched[slots] = False
     assert not found[untouched].any()
-    looked = Looked.at(slots, [tokens], [200], [0, 1], torch.tensor([200 + tokens]))
+    looked = Looked.at(slots.numpy(), [tokens], [200], [0, 1], np.array([200 + tokens]))
     q = torch.randn(1, 2 * heads, dim) / dim
-    mean, log_sum = pages.attend_few(held, looked, q, torch.float32)
+    mean, log_sum = pages.attend_few(held, looked, q, 1.0)
     keys = pages.read(held, slots, places)
     own, values = (part.repeat_interleave(2, 0).double() for part in (keys.k, keys.v))
     scores = torch.einsum("hd,hnd->hn", q[0].double(), own)
@@ -239,6 +242,34 @@ def test_served_rows_are_torch_s_and_read_as_torch_reads_them(heads, bits, token
         mean[0].double(), torch.einsum("hn,hnd->hd", scores.softmax(-1), values), atol=2e-5, rtol=1e-4
     )
     torch.testing.assert_close(log_sum[0].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
+
+
+@AFTER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_call_writes_and_attends_as_several_do(dtype):
+    """A step of single queries with exact tokens, of which one reads nothing coded, beside torch alone."""
+    dim, heads, lengths, ring = 64, 3, [300, 40, 3], Ring(sink=2, recent=8)
+    codec = build(KltStream(bits=2, block_size=64, escape=False), ladder_making.calibration(heads, dim))
+    rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
+    angle = torch.arange(300)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
+    step = ServerStep.of([0, 1, 2, 3], lengths, torch.arange(3 * 300 // BLOCK).view(3, -1), BLOCK)
+    step = ring.beside(step, np.arange(3), np.full(3, 2), np.array([292, 32, 2]))
+    held = torch.randint(0, 256, (3 * 300 // BLOCK, 1, BLOCK, sum(one.bytes for one in rows)), dtype=torch.uint8)
+    store = torch.randn(2, 3, heads, ring.tokens, dim).to(dtype)
+    k, v = (planted(heads, 3, dim, seed).transpose(0, 1).to(dtype) for seed in (0, 1))
+    q = torch.randn(3, 2 * heads, dim).to(dtype)
+    found = []
+    for loops in (True, False):
+        pages, own, kept = (
+            LayerPages(LAYER, *rows, turn_of("after", angle, rows[0]), loops=loops),
+            held.clone(),
+            store.clone(),
+        )
+        pages.write(k, v, own, step.own_slots(), step.positions, step.exact, kept)
+        found.append((own, kept, pages.attend(own, q, step, heads, 1 / dim, kept).mean))
+    (one, its, mean), (other, theirs, due) = found
+    assert (one != other).float().mean() < 1e-3 and torch.equal(its, theirs) and not torch.equal(its, store)
+    torch.testing.assert_close(mean, due, atol=1e-4 if dtype == torch.float32 else 1e-2, rtol=1e-3)
 
 
 @AFTER
@@ -253,7 +284,7 @@ def test_a_served_token_that_cannot_be_coded_is_refused_and_nothing_written(bad)
     v[1, 1, 7] = bad
     held = torch.zeros(4, 1, BLOCK, pages.bytes, dtype=torch.uint8)
     with pytest.raises(NonFinite):
-        pages.write(k, v, held, torch.arange(2), torch.arange(2))
+        pages.write(k.transpose(0, 1), v.transpose(0, 1), held, torch.arange(2), torch.arange(2))
     assert not held.view(-1, pages.bytes)[:, pages.k.bytes :].any()
 
 
@@ -274,15 +305,15 @@ def test_compiled_attention_of_few_queries_is_torch_s(heads, threads, size, rota
     total = sum(lengths)
     slots, places = torch.randperm(1200)[:total], torch.cat([torch.arange(length) for length in lengths])
     held = torch.zeros(300, 1, BLOCK, pages.bytes, dtype=torch.uint8)
-    x = [size * planted(heads, total, dim, seed) for seed in (0, 1)]
+    x = [size * planted(heads, total, dim, seed).transpose(0, 1) for seed in (0, 1)]
     pages.write(*x, held, slots, places)
     until = torch.tensor([1100, 38, 40, 0])
-    looked = Looked.at(slots, lengths, [0, 0, 0], [0, 1, 3, 4], until)
+    looked = Looked.at(slots.numpy(), lengths, [0, 0, 0], [0, 1, 3, 4], until.numpy())
     q = torch.randn(4, 2 * heads, dim) / dim / size
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        mean, log_sum = pages.attend_few(held, looked, q, torch.float32)
+        mean, log_sum = pages.attend_few(held, looked, q, 1.0)
     finally:
         torch.set_num_threads(before)
     keys = pages.read(held, slots, places)

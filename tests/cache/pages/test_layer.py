@@ -23,7 +23,7 @@ def layer_pages() -> LayerPages:
 
 
 def some(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(HEADS, count, DIM, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(count, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
 
 
 def test_what_is_written_is_read_from_its_slots():
@@ -33,7 +33,7 @@ def test_what_is_written_is_read_from_its_slots():
     own.write(k, v, pages, slots, positions)
     got = own.read(pages, slots.flip(0), positions)
     for found, x, stream in zip(got[:2], (k, v), "kv", strict=True):
-        assert torch.equal(found.flip(1), codec.decode(codec.encode(x, Site(0, 0, stream))))
+        assert torch.equal(found.flip(1), codec.decode(codec.encode(x.transpose(0, 1), Site(0, 0, stream))))
     untouched = [slot for slot in range(12) if slot not in slots]
     assert not pages.view(12, -1)[untouched].any() and (own.written, own.read_back) == (3, 3)
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvlab.cache.hf.attention_view import Unopened
 from kvlab.cache.hf.layer import STREAMS, Call, StreamCoding, kept
 from kvlab.cache.hf.served_call import Sequences, ServedCall
-from kvlab.cache.pages.exact import Ring, chunks_beside, keep_exact, singles_beside
+from kvlab.cache.pages.exact import Ring, chunks_beside, singles_beside
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rope import MeanByPosition, Rotation
 from kvlab.codecs.shared.apart import apart
@@ -69,16 +69,18 @@ class ServedView(Unopened):
         """See `Unopened`."""
         if not self.call.is_causal(mask):
             return None
-        q, step, layer = self.call.flat(query), self.call.step, self.layer
-        if layer.pages.on_gpu:
-            if self.call.several:
-                return None
-            coded = layer.pages.attend_single(layer.held, q, self.call.span, step.coded(), scale)
-        else:
-            coded = layer.pages.attend(layer.held, q, step, self.like.shape[1], scale)
+        q, step, layer, heads = self.call.flat(query), self.call.step, self.layer, self.like.shape[1]
         if self.call.several:
+            if layer.pages.on_gpu:
+                return None
+            coded = layer.pages.attend(layer.held, q, step, heads, scale)
             chunks_beside(coded, q, *self.own, self.exact, step, scale)
-        singles_beside(coded, q, layer.exact, step.exact, scale, layer.pages.loops)
+            singles_beside(coded, q, layer.exact, step.exact, scale, layer.pages.loops)
+        elif layer.pages.on_gpu:
+            coded = layer.pages.attend_single(layer.held, q, self.call.span, step.coded(), scale)
+            singles_beside(coded, q, layer.exact, step.exact, scale, loops=False)
+        else:
+            coded = layer.pages.attend(layer.held, q, step, heads, scale, layer.exact)
         return self.call.unflat(coded.mean.to(query.dtype))
 
     @torch.compiler.disable
@@ -154,9 +156,7 @@ class ServedLayer(CacheLayerMixin):
         own = served.flat(key_states), served.flat(value_states.to(key_states.dtype))  # autocast leaves K in float32
         if served.rows:
             exact = exact.clone() if served.several else exact
-            k, v = (part.transpose(0, 1) for part in own)
-            self.pages.write(k, v, self.held, served.own_slots, served.positions)
-            keep_exact(*own, self.exact, served.step.exact, self.pages.loops)
+            self.pages.write(*own, self.held, served.own_slots, served.positions, served.step.exact, self.exact)
             self.fires += len(served.rows)
         if not served.before.columns:
             return key_states, value_states

@@ -8,10 +8,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import ServerStep
+from kvlab.cache.pages.attention import ServerStep, numbered
 from kvlab.cache.pages.exact import Ring
 
 if TYPE_CHECKING:
@@ -117,13 +118,13 @@ class ServedCall:
         """Which of its queries read what."""
         counts = [self.counts[row] for row in self.rows]
         lengths = [self.after.lengths[row] for row in self.rows]
-        slots = torch.cat([row * self.capacity + torch.arange(self.after.lengths[row]) for row in self.rows])
-        first = torch.tensor([min(self.ring.sink, length) for length in lengths])
-        before = self.before.coded(self.ring)
-        until = torch.tensor([before[row][1] for row in self.rows]).maximum(first)
-        until = until.repeat_interleave(torch.tensor(counts))
-        step = ServerStep((0, *accumulate(counts)), tuple(lengths), slots, tuple(first.tolist()), until)
-        step = self.ring.beside(step, torch.tensor(self.rows), first, until)
+        rows, (row, at), before = np.array(self.rows), numbered(lengths), self.before.coded(self.ring)
+        slots = torch.from_numpy(rows[row] * self.capacity + at)
+        first = np.array([min(self.ring.sink, length) for length in lengths])
+        until = np.maximum([before[row][1] for row in self.rows], first).repeat(counts)
+        starts = 0, *accumulate(counts)
+        step = ServerStep(starts, tuple(lengths), slots, tuple(first.tolist()), torch.from_numpy(until))
+        step = self.ring.beside(step, rows, first, until)
         return replace(step, exact=step.exact.to(self.device))
 
     @cached_property

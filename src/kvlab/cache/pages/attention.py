@@ -17,7 +17,9 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlab.codecs.klt.reading import Looked
@@ -31,7 +33,7 @@ Read = Callable[[Tensor, Tensor], "Keys"]
 """Slots and positions, int64 [n], to what attention needs of these tokens."""
 
 Quick = Callable[[Looked, Tensor], "Attended"]
-"""Tokens and the queries that look at them, few of each sequence, scaled float32 [n, heads, head_dim], to attention."""
+"""Tokens and the queries that look at them, few of each sequence [n, heads, head_dim], to attention."""
 
 
 @cache
@@ -95,6 +97,16 @@ class ExactStep:
     single_seen: Tensor
     place: Callable[[Tensor], Tensor]
 
+    @cached_property
+    def kept(self) -> tuple[NDArray, NDArray, NDArray]:
+        """`sources`, `stored_rows` and `places`, as loops take them."""
+        return self.sources.numpy(), self.stored_rows.numpy(), self.places.numpy()
+
+    @cached_property
+    def singles(self) -> tuple[NDArray, NDArray, NDArray]:
+        """`single`, `single_rows` and `single_seen`, as loops take them."""
+        return self.single.numpy(), self.single_rows.numpy(), self.single_seen.numpy()
+
     def to(self, device: torch.device) -> ExactStep:
         """With what indexes tensors of layers on their device."""
         moved = ("sources", "stored_rows", "places", "single", "single_rows", "single_seen")
@@ -132,15 +144,10 @@ class ServerStep:
     @classmethod
     def of(cls, starts: Sequence[int], lengths: Sequence[int], blocks: Tensor, block_size: int) -> ServerStep:
         """That of a block table int [sequences, most blocks], with all tokens read coded."""
-        each = [torch.arange(length) for length in lengths]
-        slots = [blocks[row, at // block_size].long() * block_size + at % block_size for row, at in enumerate(each)]
-        return cls(
-            tuple(starts),
-            tuple(lengths),
-            torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64),
-            (0,) * len(lengths),
-            positions(starts, lengths) + 1,
-        )
+        row, at = numbered(lengths)
+        slots = blocks.numpy()[row, at // block_size].astype(np.int64) * block_size + at % block_size
+        until = positions(starts, lengths) + 1
+        return cls(tuple(starts), tuple(lengths), torch.from_numpy(slots), (0,) * len(lengths), until)
 
     @property
     def tokens(self) -> int:
@@ -163,18 +170,27 @@ class ServerStep:
     @cached_property
     def few(self) -> tuple[Tensor, Looked] | None:
         """Queries int64 [n] of sequences that have few of them, and what they look at; None where there are none."""
-        ends = list(accumulate(self.lengths))
-        rows = [row for row in range(len(ends)) if self.starts[row + 1] - self.starts[row] <= FEW]
-        rows = [row for row in rows if self.last(row) > self.first[row]]
-        if not rows:
+        starts, lengths, slots = np.array(self.starts), np.array(self.lengths), self.slots.numpy()
+        rows = np.flatnonzero(np.diff(starts) <= FEW)
+        if not len(rows):
             return None
-        begins = [ends[row] - self.lengths[row] for row in rows]
-        spans = [(begin + self.first[row], begin + self.last(row)) for begin, row in zip(begins, rows, strict=True)]
-        queries = torch.cat([torch.arange(self.starts[row], self.starts[row + 1]) for row in rows])
-        starts = [0, *accumulate(self.starts[row + 1] - self.starts[row] for row in rows)]
-        slots = torch.cat([self.slots[first:last] for first, last in spans])
-        counts, firsts = [last - first for first, last in spans], [self.first[row] for row in rows]
-        return queries, Looked.at(slots, counts, firsts, starts, self.until[queries])
+        first, counts = np.array(self.first)[rows], np.diff(starts)[rows]
+        tokens = np.maximum(self.until.numpy()[starts[rows + 1] - 1], first) - first
+        (row, at), (of, number) = numbered(tokens), numbered(counts)
+        slots = slots[(np.cumsum(lengths)[rows] - lengths[rows] + first)[row] + at]
+        queries = starts[rows][of] + number
+        seen = Looked.at(slots, tokens, first, [0, *np.cumsum(counts)], self.until.numpy()[queries])
+        return torch.from_numpy(queries), seen
+
+    @cached_property
+    def all_few(self) -> bool:
+        """Whether every sequence has few queries."""
+        return self.few is not None and len(self.few[0]) == self.tokens
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether every sequence has one."""
+        return self.tokens == len(self.lengths)
 
     def own_slots(self) -> Tensor:
         """Where the step's own tokens lie, int64 [tokens]."""
@@ -184,8 +200,16 @@ class ServerStep:
 
 def positions(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Of the queries of sequences, their last tokens, int64 [queries]."""
-    spans = zip(starts, starts[1:], lengths, strict=False)
-    return torch.cat([torch.arange(length - (stop - start), length) for start, stop, length in spans])
+    counts = np.diff(starts)
+    row, at = numbered(counts)
+    return torch.from_numpy((np.array(lengths, np.int64) - counts)[row] + at)
+
+
+def numbered(counts: Sequence[int] | NDArray) -> tuple[NDArray, NDArray]:
+    """Of so many things of each row, one row's after the other's: the row, and the number in it, int64 [sum]."""
+    counts = np.asarray(counts, np.int64)
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
 
 
 @dataclass(frozen=True)
@@ -245,7 +269,7 @@ class Running:
             seen = min(int(until[own.stop - 1]) - first, k.shape[2])  # keys that the last of these queries may see
             if seen > 0:
                 q = self.q[own].permute(1, 2, 0, 3)
-                mask = (first + torch.arange(seen) < until[own, None]).repeat(q.shape[1], 1)
+                mask = first + torch.arange(seen) < until[own, None]
                 more = softmax_over(q.flatten(1, 2)[None], k[:, :, :seen], v[:, :, :seen], mask, self.scale)
                 self._add(own, *(part.unflatten(2, (-1, q.shape[2]))[0].flatten(0, 1).transpose(0, 1) for part in more))
 
@@ -277,13 +301,13 @@ def attend(
     quick : callable, optional
         Attends where a sequence has few queries; torch does where it is not given.
     """
-    if quick and step.few and len(step.few[0]) == step.tokens:
-        return quick(step.few[1], query.float() * scale)
+    if quick and step.all_few:
+        return quick(step.few[1], query)
     found = nothing(query)
     running: dict[int, Running] = {}
     if quick and step.few:
         queries, looked = step.few
-        found.mean[queries], found.log_sum[queries] = quick(looked, query[queries].float() * scale)
+        found.mean[queries], found.log_sum[queries] = quick(looked, query[queries])
     for batch in batches(step, not quick):
         slots = torch.cat([step.slots[span.offset + span.first : span.offset + span.last] for span in batch])
         places = torch.cat([torch.arange(span.first, span.last) for span in batch])
@@ -328,21 +352,23 @@ def softmax_over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) ->
     k, v : Tensor
         [n, kv_heads, keys, head_dim], of the same dtype.
     seen : Tensor
-        Which keys each query sees, bool, of a shape that expands to [n, kv_heads, queries, keys].
+        Which keys queries see, bool [rows, keys], or [n, 1, rows, keys]; over and over for `queries` of them, as of
+        those heads of the same queries that share one of K.
 
     Returns
     -------
     Attended
         Of [n, kv_heads, queries].
     """
+    heads = [*[1] * (seen.dim() - 2), q.shape[2] // seen.shape[-2]]
     if q.device.type != "cpu":
-        scores = (scale * q.float() @ k.float().mT).masked_fill_(~seen, -torch.inf)
+        scores = (scale * q.float() @ k.float().mT).masked_fill_(~seen.repeat(*heads, 1), -torch.inf)
         log_sum = scores.logsumexp(-1)
         return Attended((scores - log_sum[..., None]).exp_().nan_to_num_() @ v.float(), log_sum)
     bias = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
-    bias = bias.expand(len(q), 1, q.shape[2], k.shape[2])
+    bias = bias.repeat(*heads, 1).expand(len(q), 1, q.shape[2], k.shape[2])
     mean, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=bias, scale=scale
     )
-    blind = ~seen.any(-1)
+    blind = ~seen.any(-1).repeat(*heads)
     return Attended(mean.float(), log_sum.masked_fill(blind.expand(log_sum.shape), -torch.inf))

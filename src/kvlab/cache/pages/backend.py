@@ -109,6 +109,11 @@ class PagesBuilder(AttentionMetadataBuilder[ServerStep]):
         return found
 
 
+def without_padding(step: ServerStep, *parts: Tensor) -> tuple[Tensor, ...]:
+    """The step's own tokens of tensors; to cut off nothing, layer by layer, would cost more than to ask."""
+    return tuple(part if part.shape[0] == step.tokens else part[: step.tokens] for part in parts)
+
+
 class PagesImpl(AttentionImpl):
     """Codes K and V into pages, and attends to what it reads from them.
 
@@ -146,13 +151,19 @@ class PagesImpl(AttentionImpl):
         self.pages: LayerPages | None = None
 
     def do_kv_cache_update(self, layer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Code the step's K and V [tokens, kv_heads, head_dim] and write them to their slots."""
+        """Code the step's K and V [tokens, kv_heads, head_dim] and write them to their slots.
+
+        What later steps read exact is kept now where every sequence has one query. Several of a sequence see tokens
+        first of which theirs take the places.
+        """
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # vLLM's warm-up; a step that gets here without one is found out by its count
             return
         step: ServerStep = metadata[layer.layer_name]
-        k, v = (part[: step.tokens].transpose(0, 1) for part in (key, value))
-        self._pages().write(k, v, kv_cache, slot_mapping[: step.tokens], step.positions)
+        pages = self._pages()
+        key, value, slots = without_padding(step, key, value, slot_mapping)
+        kept = (step.exact, pages.store) if step.exact and step.single else ()
+        pages.write(key, value, kv_cache, slots, step.positions, *kept)
 
     def forward(
         self,
@@ -172,14 +183,15 @@ class PagesImpl(AttentionImpl):
         if attn_metadata is None:  # vLLM's warm-up, which holds no one's tokens
             return output.zero_()
         pages, step = self._pages(), attn_metadata
-        query, own = query[: step.tokens], output[: step.tokens]
-        coded = pages.attend(kv_cache, query, step, self.num_kv_heads, self.scale)
-        if step.exact is None:
-            own.copy_(coded.mean)
-            return output
-        store = pages.exact.values[pages.layer]
-        own.copy_(attend_beside(coded, query, key[: step.tokens], value[: step.tokens], store, step, self.scale))
-        pages.read_exact += step.tokens
+        query, own = without_padding(step, query, output)
+        store = pages.store if step.exact and step.single else None
+        coded = pages.attend(kv_cache, query, step, self.num_kv_heads, self.scale, store)
+        if step.exact:
+            pages.read_exact += step.tokens
+            if not step.single:
+                own_kv = without_padding(step, key, value)
+                attend_beside(coded, query, *own_kv, pages.store, step, self.scale)
+        own.copy_(coded.mean)
         return output
 
     def _pages(self) -> LayerPages:

@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended, ExactStep, ServerStep, compiled, joined, nothing, softmax_over
+from kvlab.cache.pages.attention import (
+    Attended,
+    ExactStep,
+    ServerStep,
+    compiled,
+    joined,
+    nothing,
+    numbered,
+    softmax_over,
+)
 from kvlab.codecs.shared.exact_tokens import ExactTokens as Ends
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import PAGES_EXACT, Recipe
@@ -87,35 +97,36 @@ class Ring(NamedTuple):
         """Places of a sequence."""
         return self.sink + self.recent
 
-    def place(self, position: Tensor) -> Tensor:
+    def place(self, position: Tensor | NDArray) -> Tensor | NDArray:
         """Where recent tokens at these positions lie."""
         return self.sink + position % max(1, self.recent)
 
-    def beside(self, step: ServerStep, rows: Tensor, first: Tensor, until: Tensor) -> ServerStep:
+    def beside(self, step: ServerStep, rows: NDArray, first: NDArray, until: NDArray) -> ServerStep:
         """A step with what its queries read exact, each its sequence's tokens up to itself that it does not read coded.
 
         Parameters
         ----------
-        rows : Tensor
+        rows : array
             Where each sequence's tokens are kept, int64 [sequences].
-        first : Tensor
+        first : array
             The position at which its coded tokens begin, int64 [sequences].
-        until : Tensor
+        until : array
             The position at which those of each query end, int64 [tokens].
         """
-        length, counts, position = torch.tensor(step.lengths), torch.tensor(step.starts).diff(), step.positions
-        of = torch.arange(len(rows)).repeat_interleave(counts)
+        counts, position = np.diff(step.starts), step.positions.numpy()
+        of, length = numbered(counts)[0], np.array(step.lengths)
         sinks, recents = position < first[of], position >= length[of] - self.recent
-        sources = torch.cat([sinks.nonzero()[:, 0], recents.nonzero()[:, 0]])
-        places = torch.cat([position[sinks], self.place(position[recents])])
+        sources = np.concatenate([np.flatnonzero(sinks), np.flatnonzero(recents)])
+        places = np.concatenate([position[sinks], self.place(position[recents])])
 
-        single = torch.tensor(step.starts[:-1])[counts == 1]
-        last, at = position[single][:, None], torch.arange(self.tokens)
+        single = np.array(step.starts[:-1], np.int64)[counts == 1]
+        last, at = position[single][:, None], np.arange(self.tokens)
         newest = last - (last + self.sink - at) % max(1, self.recent)  # of the tokens that this place of the ring had
         as_sink = (at < first[of[single]][:, None]) & (at <= last)
-        seen = torch.where(at < self.sink, as_sink, newest >= until[single][:, None])
-        exact = ExactStep(rows, sources, rows[of[sources]], places, single, rows[of[single]], seen, self.place)
-        return replace(step, first=tuple(first.tolist()), until=until, exact=exact)
+        seen = np.where(at < self.sink, as_sink, newest >= until[single][:, None])
+        found = rows, sources, rows[of[sources]], places, single, rows[of[single]], seen
+        exact = ExactStep(*map(torch.from_numpy, found), self.place)
+        return replace(step, first=tuple(first.tolist()), until=torch.from_numpy(until), exact=exact)
 
 
 class ExactStore:
@@ -219,11 +230,11 @@ class ExactStore:
                 code="not-active.exact-tokens",
             )
         own = [self._places[name] for name in names]
-        first = torch.tensor([place.first(self.sink, length) for place, length in zip(own, step.lengths, strict=True)])
-        low = torch.tensor([place.taken for place in own]).maximum(first)
-        of = torch.arange(len(names)).repeat_interleave(torch.tensor(step.starts).diff())
-        until = torch.maximum(low[of], step.positions + 1 - self.recent)
-        return self.ring.beside(step, torch.tensor([place.row for place in own]), first, until)
+        ends = zip(own, step.lengths, strict=True)
+        first = np.array([place.first(self.sink, length) for place, length in ends], np.int64)
+        low = np.maximum([place.taken for place in own], first)
+        until = np.maximum(low[numbered(np.diff(step.starts))[0]], step.positions.numpy() + 1 - self.recent)
+        return self.ring.beside(step, np.array([place.row for place in own], np.int64), first, until)
 
 
 def attend_beside(
@@ -285,7 +296,7 @@ def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep, loop
         from kvlab.codecs.shared import softmax_numba
 
         k, v, values = (softmax_numba.as_numbers(x) for x in (key, value, store))
-        softmax_numba.store(k, v, *(at.numpy() for at in (exact.sources, exact.stored_rows, exact.places)), values)
+        softmax_numba.store(k, v, *exact.kept, values)
         return
     own = torch.stack([key, value])
     store[:, exact.stored_rows, :, exact.places] = own[:, exact.sources].transpose(0, 1)
@@ -299,8 +310,7 @@ def singles_beside(
         from kvlab.codecs.shared import softmax_numba
 
         q, values = (softmax_numba.as_numbers(x) for x in (query, store))
-        single = (at.numpy() for at in (exact.single, exact.single_rows, exact.single_seen))
-        softmax_numba.add_exact(*single, q, values, scale, *(part.numpy() for part in coded))
+        softmax_numba.add_exact(*exact.singles, q, values, scale, *(part.numpy() for part in coded))
     elif len(exact.single):
         q = query[exact.single].view(len(exact.single), store.shape[2], -1, query.shape[-1])
         k, v = store[:, exact.single_rows]
@@ -338,7 +348,7 @@ def _chunk(query: Tensor, own: Tensor, stored: Tensor, step: ServerStep, row: in
         position, at = torch.arange(begin + first, last)[:, None], positions[keys]
         seen = (at <= position) & ((at < sinks) | (at >= until[own_queries, None]))
         q = query[own_queries].view(len(position), kv.shape[1], -1, kv.shape[-1]).permute(1, 2, 0, 3)
-        mean, log_sum = softmax_over(q.flatten(1, 2)[None], *kv[:, None, :, keys], seen.repeat(q.shape[1], 1), scale)
+        mean, log_sum = softmax_over(q.flatten(1, 2)[None], *kv[:, None, :, keys], seen, scale)
         found.mean[own_queries] = mean.view(heads, len(position), -1).transpose(0, 1)
         found.log_sum[own_queries] = log_sum.view(heads, -1).T
     return found

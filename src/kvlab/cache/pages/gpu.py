@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended
+from kvlab.cache.pages.attention import Attended, ExactStep
+from kvlab.cache.pages.exact import keep_exact
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rope import MeanByPosition
 from kvlab.codecs.klt.rows import KltRows
@@ -39,13 +40,25 @@ class GpuPages(LayerPages):
         self.served = ServedLoops(k.plan, v.plan)
         self.faults = torch.zeros(1, dtype=torch.int32, device=k.plan.mean.device)
 
-    def write(self, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pages: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        exact: ExactStep | None = None,
+        store: Tensor | None = None,
+    ) -> None:
         """See `LayerPages.write`; a token that cannot be coded is noted in `faults`."""
         rows = self._rows(pages)
         for start in range(0, len(slots), STRIP):
             own = slice(start, start + STRIP)
-            coded = self.rotation.undo(k[:, own], positions[own]), v[:, own].float()
+            one, other = k[own].transpose(0, 1), v[own].transpose(0, 1)
+            coded = self.rotation.undo(one, positions[own]), other.float()
             self.served.write(*coded, rows, slots[own], self.faults)
+        if exact:
+            keep_exact(k, v, store, exact, loops=False)
         self.written += len(slots)
 
     def attend_single(self, pages: Tensor, query: Tensor, span: CodedSpans, tokens: int, scale: float) -> Attended:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended, Keys, ServerStep, attend, compiled
-from kvlab.cache.pages.exact import ExactStore
+from kvlab.cache.pages.attention import Attended, ExactStep, Keys, ServerStep, attend, compiled
+from kvlab.cache.pages.exact import ExactStore, by_loops, keep_exact, singles_beside
 from kvlab.cache.pages.rope import MeanByPosition, Rotation, Unturned
 from kvlab.cache.pages.token_bytes import Rows
 from kvlab.codecs.klt.reading import Looked, RowReader
@@ -49,6 +48,7 @@ class LayerPages:
         loops: bool = True,
     ):
         self.layer, self.rotation, self.exact, self.loops = layer, rotation, exact, loops
+        self.store = exact.values[layer] if exact else None
         self.quick = (quick(k), quick(v)) if loops else (None, None)
         self.k, self.v = (writer(rows, own) for rows, own in zip((k, v), self.quick, strict=True))
         self.attention, self.put = compiled_loops(*self.quick, rotation.by_position)
@@ -63,8 +63,19 @@ class LayerPages:
         """What a token takes."""
         return self.k.bytes + self.v.bytes
 
-    def write(self, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor, positions: Tensor) -> None:
-        """Code tokens [kv_heads, n, head_dim], K as attention sees it, into their slots int64 [n].
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pages: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        exact: ExactStep | None = None,
+        store: Tensor | None = None,
+    ) -> None:
+        """Code tokens [n, kv_heads, head_dim], K as attention sees it, into their slots int64 [n].
+
+        With `exact` and the layer's `store` (`pages.exact.keep_exact`), those that later ones read exact are kept too.
 
         Raises
         ------
@@ -73,16 +84,18 @@ class LayerPages:
         CodecNotActive
             The pages are not of the size that the tokens take.
         """
-        rows = self._rows(pages)
-        if self.put and self.put(k, v, rows, slots.numpy(), self.k.bytes, self.rotation.rows, positions.numpy()):
-            pass
+        rows, turn = self._rows(pages), self.rotation.rows
+        kept = (exact.kept, store) if self.put and exact and by_loops(store) else ()
+        if self.put and self.put(k, v, rows.numpy(), slots.numpy(), self.k.bytes, turn, positions.numpy(), *kept):
+            exact = None if kept else exact
         elif self.attention and not self.rotation.by_position:
-            at = slots.numpy()
-            self.k.write(k, rows, at, 0, self.rotation.rows, positions.numpy())
-            self.v.write(v, rows, at, self.k.bytes)
+            self.k.write(k.transpose(0, 1), rows, slots.numpy(), 0, turn, positions.numpy())
+            self.v.write(v.transpose(0, 1), rows, slots.numpy(), self.k.bytes)
         else:
-            rows[slots, : self.k.bytes] = self.k.encode(self.rotation.undo(k, positions).float())
-            rows[slots, self.k.bytes :] = self.v.encode(v.float())
+            rows[slots, : self.k.bytes] = self.k.encode(self.rotation.undo(k.transpose(0, 1), positions).float())
+            rows[slots, self.k.bytes :] = self.v.encode(v.transpose(0, 1).float())
+        if exact:
+            keep_exact(k, v, store, exact, self.loops)
         self.written += len(slots)
 
     def read(self, pages: Tensor, slots: Tensor, positions: Tensor) -> Keys:
@@ -97,30 +110,40 @@ class LayerPages:
         v = quick_v.tokens(quick_v.read(rows, slots, after)) if quick_v else self.v.decode(rows[slots, after:])
         return Keys(self.rotation.redo(k, positions), v)
 
-    def attend(self, pages: Tensor, query: Tensor, step: ServerStep, kv_heads: int, scale: float) -> Attended:
+    def attend(
+        self, pages: Tensor, query: Tensor, step: ServerStep, kv_heads: int, scale: float, store: Tensor | None = None
+    ) -> Attended:
         """Attention of a step's queries [tokens, heads, head_dim] over the coded tokens that each reads.
 
-        By the compiled loop where there is one and a sequence has few queries.
+        By the compiled loop where there is one and a sequence has few queries. With the layer's `store`, the means of
+        queries that are the only one of their sequence are of what they read exact, too.
         """
+        if store is not None and self.put and step.all_few and by_loops(store):
+            return self.attend_few(pages, step.few[1], query, scale, step.exact.singles, store)
 
         def read(slots: Tensor, positions: Tensor) -> Keys:
             return self.read(pages, slots, positions)
 
         def few(looked: Looked, q: Tensor) -> Attended:
-            return self.attend_few(pages, looked, q, query.dtype)
+            return self.attend_few(pages, looked, q, scale)
 
-        return attend(query, read, step, kv_heads, scale, few if self.attention else None)
+        found = attend(query, read, step, kv_heads, scale, few if self.attention else None)
+        if store is not None:
+            singles_beside(found, query, store, step.exact, scale, self.loops)
+        return found
 
-    def attend_few(self, pages: Tensor, looked: Looked, q: Tensor, dtype: torch.dtype) -> Attended:
-        """Attention of few queries, scaled float32 [n, heads, head_dim], by the compiled loop; K is made in `dtype`."""
+    def attend_few(self, pages: Tensor, looked: Looked, query: Tensor, scale: float, *exact) -> Attended:
+        """Attention of few queries [n, heads, head_dim] by the compiled loop; `exact` as of `ServedAttention`."""
         self.read_back += len(looked.slots)
-        return Attended(*self.attention(self._rows(pages), self.k.bytes, looked, q, self.rotation.columns, dtype))
+        rows = self._rows(pages).numpy()
+        return Attended(*self.attention(rows, self.k.bytes, looked, query, scale, self.rotation.columns, *exact))
 
     def _rows(self, pages: Tensor) -> Tensor:
         """The pages as rows of tokens [slots, bytes]."""
-        if pages.dim() != 4 or pages.shape[1] != 1 or pages.shape[3] != self.bytes or pages.element_size() != 1:
+        shape = pages.shape
+        if len(shape) != 4 or shape[1] != 1 or shape[3] != self.bytes or pages.element_size() != 1:
             raise CodecNotActive(
-                f"layer {self.layer}: a token takes {self.bytes} bytes, and vLLM's pages are {list(pages.shape)} of"
+                f"layer {self.layer}: a token takes {self.bytes} bytes, and vLLM's pages are {list(shape)} of"
                 f" {pages.dtype}",
                 code="not-active.page-shape",
             )

@@ -84,7 +84,7 @@ class Looked(NamedTuple):
 
     @classmethod
     def at(
-        cls, slots: Tensor, counts: Sequence[int], positions: Sequence[int], starts: Sequence[int], until: Tensor
+        cls, slots: NDArray, counts: Sequence[int], positions: Sequence[int], starts: Sequence[int], until: NDArray
     ) -> Looked:
         """Of sequences: how many of `slots` are each one's, the first one's position, and where its queries begin."""
         runs, parts, offset, seen, size = [], [], 0, 0, 0
@@ -100,7 +100,7 @@ class Looked(NamedTuple):
         found = np.array(runs, np.int64).reshape(-1, 6)
         own = found[:, 4] - found[:, 3]
         queries = np.arange(own.sum()) + np.repeat(found[:, 3] - found[:, 5], own)
-        return cls(slots.numpy(), until.numpy(), found, tuple(parts), queries)
+        return cls(slots, until, found, tuple(parts), queries)
 
 
 def refuse(fault: int) -> None:

@@ -115,24 +115,24 @@ class TileAttention:
         self.mean, self.half = k.plan.mean.flatten().numpy(), k.plan.shape[1] // 2
 
     def __call__(
-        self, rows: Tensor, first: int, x: Looked, q: Tensor, turning: tuple[NDArray, NDArray], dtype: torch.dtype
+        self, rows: NDArray, first: int, x: Looked, q: Tensor, scale: float, turning: tuple[NDArray, NDArray]
     ) -> tuple[Tensor, Tensor]:
         """Means of values by the softmax over what queries look at, and the logarithms of the sums under it.
 
         Parameters
         ----------
-        rows : Tensor
+        rows : array
             All pages as rows uint8 [slots, bytes]; K's bytes come first.
         first : int
             Where V's begin.
         x : Looked
             Which tokens.
         q : Tensor
-            Queries, scaled, float32 [queries, heads, head_dim].
+            Queries [queries, heads, head_dim]; K is made in their dtype.
+        scale : float
+            Of the scores.
         turning : pair of array
             Cosines and sines float32 [head_dim / 2, positions] that K is turned by; of no positions where it is not.
-        dtype : torch.dtype
-            That K is made in.
 
         Returns
         -------
@@ -153,7 +153,8 @@ class TileAttention:
             np.zeros(len(of_runs) * heads, np.float32),
             np.zeros((len(of_runs) * heads, self.v.read.width + 1), np.float32),
         )
-        part = self._part(rows.numpy(), first, x, q.flatten(0, 1).contiguous().numpy(), heads, turning, dtype, seen)
+        scaled = (q.float() * scale).flatten(0, 1).contiguous().numpy()
+        part = self._part(rows, first, x, scaled, heads, turning, q.dtype, seen)
         for fault in in_threads(part, len(x.parts)):
             refuse(fault)
         mean, log_sum = np.zeros((queries * heads, head_dim), np.float32), np.empty(queries * heads, np.float32)

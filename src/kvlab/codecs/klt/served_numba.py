@@ -22,13 +22,16 @@ from kvlab.codecs.klt.attention_numba import Seen, over_runs, weigh
 from kvlab.codecs.klt.halves import lent
 from kvlab.codecs.klt.reading import Looked, RowReader
 from kvlab.codecs.klt.reading_numba import in_threads, way_of
+from kvlab.codecs.klt.tables_numba import StreamTables, tables_of
 from kvlab.codecs.klt.tiles_numba import TILE, Way, compiled, first_of
 from kvlab.codecs.klt.vectors_numba import matrix_of, turned_round, unpack
 from kvlab.codecs.klt.writing_numba import places_of
 from kvlab.codecs.shared.lanes_numba import LANES
 from kvlab.codecs.shared.lines_numba import add_lines, products
-from kvlab.codecs.shared.softmax_numba import as_numbers, widen
+from kvlab.codecs.shared.softmax_numba import add_exact, as_numbers, store, widen
 
+NO_SINGLES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), np.bool_)
+NO_PLACES = (np.empty(0, np.int64),) * 3
 APART = TILE + 16  # columns of a tile: at powers of two rows drive each other out of the near cache
 
 
@@ -42,42 +45,93 @@ class ServedAttention:
     """
 
     def __init__(self, k: RowReader, v: RowReader):
-        self.k, self.v = ((part.read.active, _constant_in_mean(part)) for part in (k, v))
-        self.most = max(len(part[0].component) for part in (self.k, self.v))
-        self.bytes = max(part.read.bytes for part in (k, v))
+        self.k, self.v = (StreamTables(part.read.active, _constant_in_mean(part)) for part in (k, v))
+        self.room = room_of(self.k, self.v, max(part.read.bytes for part in (k, v)) + 1)
 
     def __call__(
-        self, rows: Tensor, first: int, x: Looked, q: Tensor, turning: tuple[NDArray, NDArray], dtype: torch.dtype
+        self,
+        rows: NDArray,
+        first: int,
+        x: Looked,
+        q: Tensor,
+        scale: float,
+        turning: tuple[NDArray, NDArray],
+        singles: tuple[NDArray, NDArray, NDArray] = NO_SINGLES,
+        stored: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `reading_numba.TileAttention`."""
-        queries, heads, _ = q.shape
-        of_runs, flat, pages = x.queries, q.flatten(0, 1).numpy(), rows.numpy()
-        seen_rows = len(of_runs) * heads
-        seen = Seen(
-            np.full(seen_rows, -np.inf, np.float32),
-            np.zeros(seen_rows, np.float32),
-            np.zeros((seen_rows, len(self.v[0].component)), np.float32),
-        )
-        threads = min(torch.get_num_threads(), len(x.runs))
+        """Means of values, and the logarithms of the sums under those of coded tokens; see `TileAttention`.
 
-        def part(number: int) -> None:
-            runs = x.runs[len(x.runs) * number // threads : len(x.runs) * (number + 1) // threads]
-            attend(runs, pages, x.slots, first, self.k, self.v, *turning, heads, flat, x.until, *self._room(), seen)
+        Parameters
+        ----------
+        rows : array
+            All pages as rows uint8 [slots, bytes]; K's bytes come first.
+        first : int
+            Where V's begin.
+        x : Looked
+            Which tokens.
+        q : Tensor
+            Queries [queries, heads, head_dim].
+        scale : float
+            Of the scores.
+        turning : pair of array
+            Cosines and sines float32 [head_dim / 2, positions].
+        singles, stored
+            Which queries see what of the tokens that are kept exact too; see `softmax_numba.add_exact`.
 
-        for _ in in_threads(part, threads):
-            pass
-        mean, log_sum = np.zeros(flat.shape, np.float32), np.empty(len(flat), np.float32)
-        finish(seen, of_runs, heads, self.v, self._room()[0], mean, log_sum)
-        return torch.from_numpy(mean).view(q.shape), torch.from_numpy(log_sum).view(queries, heads)
+        Returns
+        -------
+        mean : Tensor
+            float32 [queries, heads, head_dim], of exact tokens too; finite where a query sees nothing.
+        log_sum : Tensor
+            float32 [queries, heads], of coded tokens alone; -inf where a query sees none.
+        """
+        queries = _numbers(q)
+        mean, log_sum = np.zeros(queries.shape, np.float32), np.empty(queries.shape[:2], np.float32)
+        reads = rows, x.slots, first, self.k.addresses, self.v.addresses, *turning, queries, scale, x.until
+        kept = _nothing_kept(queries) if stored is None else as_numbers(stored)
+        ends = x.queries, *singles, kept, mean, log_sum
+        if (threads := min(torch.get_num_threads(), len(x.runs))) < 2:
+            serve(x.runs, *reads, self._room(), *ends)
+        else:
+            seen = nothing_seen(len(x.queries) * queries.shape[1], self.v.addresses)
 
-    def _room(self) -> tuple[NDArray, NDArray, NDArray]:
-        """What a matrix, components of a tile and its bytes are put in."""
-        width = self.k[1].mean.shape[1]
-        return (
-            lent("served matrix", (self.most, width)),
-            lent("served tile", (self.most, APART)),
-            lent("served bytes", (self.bytes + 1, TILE), np.uint8),
-        )
+            def part(number: int) -> None:
+                runs = x.runs[len(x.runs) * number // threads : len(x.runs) * (number + 1) // threads]
+                attend(runs, *reads, self._room(), seen)
+
+            for _ in in_threads(part, threads):
+                pass
+            finish(seen, self.v.addresses, queries, scale, self._room(), *ends)
+        return torch.from_numpy(mean), torch.from_numpy(log_sum)
+
+    def _room(self) -> NDArray:
+        """What `attend` works in."""
+        return lent("served", (self.room,))
+
+
+def room_of(k: StreamTables, v: StreamTables, bytes: int) -> int:
+    """Numbers in float32 that `parts_of` divides."""
+    most = max(len(part.active.component) for part in (k, v))
+    return most * (k.way.mean.shape[1] + APART) + bytes * TILE // 4
+
+
+@compiled
+def parts_of(room, ka, va, width):
+    """Room for a matrix [most, width], for components of a tile [most, APART], and for bytes uint8 [n, TILE]."""
+    most = max(len(ka.component), len(va.component))
+    one, two = most * width, most * (width + APART)
+    bytes = room[two:].view(np.uint8).reshape((-1, TILE))
+    return room[:one].reshape((most, width)), room[one:two].reshape((most, APART)), bytes
+
+
+def _numbers(x: Tensor) -> NDArray:
+    """A tensor as `widen` takes it, in one run: loops are compiled for each layout that they meet."""
+    return np.ascontiguousarray(as_numbers(x if x.dtype == torch.bfloat16 else x.float()))
+
+
+def _nothing_kept(x: NDArray) -> NDArray:
+    """What `softmax_numba.add_exact` and `store` take where no token of a request is kept exact."""
+    return np.empty((2, 0, 1, 0, 1), x.dtype)
 
 
 def _constant_in_mean(reader: RowReader) -> Way:
@@ -102,12 +156,11 @@ def _tile(rows, slots, first, bytes, a, room, wide, z):
 
 
 @compiled
-def _absorb(q, heads, k, matrix, lines, turned, constant):
+def _absorb(q, heads, a, way, matrix, lines, turned, constant):
     """What K's components, cosines and sines, and a constant count for in the scores of queries [rows, head_dim].
 
     `matrix` holds the rows of K's that belong to components with bits, less its columns' factors.
     """
-    a, way = k
     groups, width = way.mean.shape
     head_dim, per = q.shape[1], heads // groups
     of_one, half = per * head_dim // width, head_dim // 2
@@ -139,7 +192,14 @@ def _absorb(q, heads, k, matrix, lines, turned, constant):
 
 
 @compiled
-def attend(runs, rows, slots, first, k, v, cos, sin, heads, q, until, matrix, z, room, seen):
+def nothing_seen(rows, v):
+    """`Seen` of so many rows, V's components with bits alone."""
+    top, weight = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
+    return Seen(top, weight, np.zeros((rows, len(tables_of(v)[0].component)), np.float32))
+
+
+@compiled
+def attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen):
     """Attention of queries over keys and values, a run of neighbouring tokens of one sequence after the other.
 
     Parameters
@@ -150,39 +210,44 @@ def attend(runs, rows, slots, first, k, v, cos, sin, heads, q, until, matrix, z,
         All pages as rows, uint8 [slots, bytes], and which of them, int64 [n]; K's bytes come first.
     first : int
         Where V's bytes begin.
-    k, v : (Active, Way)
-        Of each stream.
+    k, v : array
+        Of each stream (`tables_of`).
     cos, sin : array
         float32 [head_dim / 2, positions and fifteen more].
-    heads : int
-        Of queries; neighbouring ones share one of K and V.
     q : array
-        Queries, scaled, float32 [queries * heads, head_dim].
+        Queries [queries, heads, head_dim], as `widen` takes them; neighbouring heads share one of K and V.
+    scale : float
+        Of the scores.
     until : array
         The position at which the keys of each query end, int64 [queries].
-    matrix, z, room : array
-        To work in: float32 [active, width] and [active, TILE + 16], uint8 [bytes + 1, TILE].
+    room : array
+        To work in (`parts_of`).
     seen : Seen
         Of nothing, written.
     """
-    ka, va = k[0], v[0]
-    groups, half = len(ka.end), len(cos)
+    (ka, kw), (va, _) = tables_of(k), tables_of(v)
+    matrix, z, columns = parts_of(room, ka, va, kw.mean.shape[1])
+    groups, half, heads = len(ka.end), len(cos), q.shape[1]
     per, powers = heads // groups, np.empty(TILE, np.int32)
     floats, k_bytes, v_bytes = powers.view(np.float32), first, rows.shape[1] - first
     found = np.empty((3, len(z)), np.float32)
-    matrix_of(k[1].halves, k[1].row, ka.component, matrix)
+    matrix_of(kw.halves, kw.row, ka.component, matrix)
     for begin, tokens, position, query, end, to in runs:
-        own, mine = q[query * heads : end * heads], slice(to * heads, (to + end - query) * heads)
-        count = len(own)
+        count, mine = (end - query) * heads, slice(to * heads, (to + end - query) * heads)
+        own = np.empty((count, 2 * half), np.float32)
+        for row in range(count):
+            widen(q[query + row // heads, row % heads], own[row], own[row].view(np.int32))
+            for at in range(2 * half):
+                own[row, at] *= float32(scale)
         top, weight, total = seen.top[mine], seen.weight[mine], seen.sum[mine]
         lines, turned = np.empty((count, len(matrix)), np.float32), np.empty((count, 2 * half), np.float32)
         constant = np.empty(count, np.float32)
         scores = np.zeros((count + 2, TILE), np.float32)  # `products` takes three rows at once
-        _absorb(own, heads, k, matrix, lines, turned, constant)
+        _absorb(own, heads, ka, kw, matrix, lines, turned, constant)
         for start in range(0, tokens, TILE):
             now, at = slots[begin + start : begin + min(start + TILE, tokens)], position + start
             wide = (len(now) + LANES - 1) // LANES * LANES  # whole vectors; what is after the tokens weighs nothing
-            _tile(rows, now, 0, k_bytes, ka, room, wide, z)
+            _tile(rows, now, 0, k_bytes, ka, columns, wide, z)
             for row in range(count):
                 scores[row, :wide] = constant[row]
             for group in range(groups):
@@ -196,7 +261,7 @@ def attend(runs, rows, slots, first, k, v, cos, sin, heads, q, until, matrix, z,
                 out = scores[row, :wide]
                 known = min(max(until[query + row // heads] - at, 0), len(now))
                 weigh(out, known, row, top, weight, total, powers, floats)
-            _tile(rows, now, first, v_bytes, va, room, wide, z)
+            _tile(rows, now, first, v_bytes, va, columns, wide, z)
             for group in range(groups):
                 low, high = first_of(group, va), first_of(group + 1, va)
                 for one in range(group * per, count, heads):
@@ -208,43 +273,76 @@ def attend(runs, rows, slots, first, k, v, cos, sin, heads, q, until, matrix, z,
 
 
 @compiled
-def finish(seen, of_runs, heads, v, matrix, mean, log_sum):
-    """Means of values, and logarithms of the sums under them, of what runs have seen.
+def finish(seen, v, q, scale, room, of_runs, singles, single_rows, single_seen, stored, mean, log_sum):
+    """Means of values, and logarithms of the sums under them, of what runs have seen; to the means, exact tokens.
 
     Parameters
     ----------
     seen : Seen
         Of all runs.
+    v : array
+        Of V (`tables_of`).
+    q, scale
+        See `attend`.
+    room : array
+        To work in: the first numbers of it.
     of_runs : array
         The query of each of those that runs have, int64 [rows / heads].
-    heads : int
-        Of queries.
-    v : (Active, Way)
-        Of V.
-    matrix : array
-        To work in, float32 [active, width].
+    singles, single_rows, single_seen, stored
+        See `softmax_numba.add_exact`.
     mean : array
-        float32 [queries * heads, head_dim], of zeros, written; finite where a query saw nothing.
+        float32 [queries, heads, head_dim], of zeros, written; finite where a query saw nothing.
     log_sum : array
-        float32 [queries * heads], written; -inf there.
+        float32 [queries, heads], written; -inf there.
     """
-    a, way = v
+    a, way = tables_of(v)
     groups, width = way.mean.shape
-    head_dim, per = mean.shape[1], heads // groups
+    heads, head_dim = mean.shape[1:]
+    flat, per = mean.reshape((-1, head_dim)), heads // groups
     of_one = per * head_dim // width
-    total = np.zeros((len(mean), seen.sum.shape[1]), np.float32)
-    over_runs(seen, of_runs, heads, total, log_sum)
+    total = np.zeros((len(flat), seen.sum.shape[1]), np.float32)
+    over_runs(seen, of_runs, heads, total, log_sum.reshape(-1))
+    matrix = room[: len(a.component) * width].reshape((-1, width))
     matrix_of(way.halves, way.row, a.component, matrix)
-    for to in range(0, len(mean), of_one):
+    for to in range(0, len(flat), of_one):
         group, first = to % heads // per, to % heads % per // of_one * head_dim
         low, high = first_of(group, a), first_of(group + 1, a)
-        add_lines(total[to : to + of_one, low:high], matrix[low:high], first, mean[to : to + of_one])
+        add_lines(total[to : to + of_one, low:high], matrix[low:high], first, flat[to : to + of_one])
         column, constant = way.column[group, first : first + head_dim], way.shift[group, first : first + head_dim]
         first_mean = way.mean[group, first : first + head_dim]
         for row in range(to, to + of_one):
-            own = mean[row]
+            own = flat[row]
             for at in range(head_dim):
                 own[at] = own[at] * column[at] + constant[at] + first_mean[at]
+    add_exact(singles, single_rows, single_seen, q, stored, scale, mean, log_sum)
+
+
+@compiled
+def serve(
+    runs,
+    rows,
+    slots,
+    first,
+    k,
+    v,
+    cos,
+    sin,
+    q,
+    scale,
+    until,
+    room,
+    of_runs,
+    singles,
+    single_rows,
+    single_seen,
+    stored,
+    mean,
+    log_sum,
+):
+    """`attend` to all runs, and `finish`: to hand over what a call takes costs as much as reading many tokens."""
+    seen = nothing_seen(len(of_runs) * q.shape[1], v)
+    attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen)
+    finish(seen, v, q, scale, room, of_runs, singles, single_rows, single_seen, stored, mean, log_sum)
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -260,32 +358,40 @@ class ServedWriter:
     """
 
     def __init__(self, k: RowReader, v: RowReader):
-        self.k, self.v = ((part.read.active, way_of(part.plan, part.plan.forward)) for part in (k, v))
-        self.most = max(len(part[0].component) for part in (self.k, self.v))
+        self.k, self.v = (StreamTables(part.read.active, way_of(part.plan, part.plan.forward)) for part in (k, v))
+        self.room = room_of(self.k, self.v, k.read.bytes + v.read.bytes)
 
     def __call__(
-        self, k: Tensor, v: Tensor, rows: Tensor, slots: NDArray, first: int, turn: tuple[NDArray, NDArray], at: NDArray
+        self,
+        k: Tensor,
+        v: Tensor,
+        rows: NDArray,
+        slots: NDArray,
+        first: int,
+        turn: tuple[NDArray, NDArray],
+        at: NDArray,
+        places: tuple[NDArray, NDArray, NDArray] = NO_PLACES,
+        stored: Tensor | None = None,
     ) -> bool:
-        """Code tokens [heads, n, head_dim]; whether it was done, and nothing where a component is not finite.
+        """Code tokens [n, heads, head_dim]; whether it was done, and nothing where a component is not finite.
 
         V's bytes begin at `first` of a row. `turn` are cosines and sines float32 [positions, head_dim / 2], and `at`
-        the positions of the tokens, int64 [n].
+        the positions of the tokens, int64 [n]. `places` of `stored` take tokens as they are (`softmax_numba.store`).
         """
-        room = (
-            lent("served matrix", (self.most, self.k[1].mean.shape[1])),
-            lent("served bytes", (rows.shape[1], TILE), np.uint8),
-        )
-        k, v = (as_numbers(x if x.dtype == torch.bfloat16 else x.float()) for x in (k, v))
-        return write(k, v, *turn, at, self.k, self.v, rows.numpy(), slots, first, *room)
+        k, v = _numbers(k), _numbers(v)
+        kept = _nothing_kept(k) if stored is None else as_numbers(stored)
+        room = lent("served", (self.room,))
+        tables = self.k.addresses, self.v.addresses
+        return write(k, v, *turn, at, *tables, rows, slots, first, room, *places, kept)
 
 
 @compiled
 def _components(x, a, way, apart, matrix, z):
-    """Components with bits of tokens [heads, n, head_dim], float32 or bfloat16 as its bits, less their mean.
+    """Components with bits of tokens [n, heads, head_dim], float32 or bfloat16 as its bits, less their mean.
 
     `apart` is what else is taken off, float32 [n, heads * head_dim]. Into float32 [n, active]. Whether all are finite.
     """
-    heads, tokens, head_dim = x.shape
+    tokens, heads, head_dim = x.shape
     groups, width = way.mean.shape
     flat, one = np.zeros((groups, tokens + 2, width), np.float32), np.empty(head_dim, np.float32)
     ints, found = one.view(np.int32), np.empty((3, len(matrix)), np.float32)
@@ -293,7 +399,7 @@ def _components(x, a, way, apart, matrix, z):
     for token in range(tokens):
         for head in range(heads):
             first, own = head * head_dim, flat[head * head_dim // width, token]
-            widen(x[head, token], one, ints)
+            widen(x[token, head], one, ints)
             for at in range(head_dim):
                 less = one[at] - mean[first + at] - apart[token, first + at]
                 own[first % width + at] = less * column[first + at]
@@ -336,10 +442,11 @@ def _put(z, a, rows, slots, first, bytes, room):
 
 
 @compiled
-def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, matrix, room):
+def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, room, sources, kept_rows, places, stored):
     """See `ServedWriter`; both streams are made components before a byte is written."""
-    (ka, kw), (va, vw) = k_tables, v_tables
-    tokens, half, mean = k.shape[1], cos.shape[1], kw.mean.reshape(-1)
+    (ka, kw), (va, vw) = tables_of(k_tables), tables_of(v_tables)
+    matrix, _, columns = parts_of(room, ka, va, kw.mean.shape[1])
+    tokens, half, mean = len(k), cos.shape[1], kw.mean.reshape(-1)
     apart, nothing = np.empty((tokens, len(mean)), np.float32), np.zeros((tokens, len(mean)), np.float32)
     for token in range(tokens):
         c, s = cos[positions[token]], sin[positions[token]]
@@ -352,6 +459,7 @@ def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, mat
     v_z = np.empty((tokens, len(va.component)), np.float32)
     if not (_components(k, ka, kw, apart, matrix, k_z) and _components(v, va, vw, nothing, matrix, v_z)):
         return False
-    _put(k_z, ka, rows, slots, 0, first, room)
-    _put(v_z, va, rows, slots, first, rows.shape[1] - first, room)
+    _put(k_z, ka, rows, slots, 0, first, columns)
+    _put(v_z, va, rows, slots, first, rows.shape[1] - first, columns)
+    store(k, v, sources, kept_rows, places, stored)
     return True
