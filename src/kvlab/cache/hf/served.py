@@ -70,17 +70,15 @@ class ServedView(Unopened):
         if not self.call.is_causal(mask):
             return None
         q, step, layer, heads = self.call.flat(query), self.call.step, self.layer, self.like.shape[1]
-        if self.call.several:
-            if layer.pages.on_gpu:
+        if layer.pages.on_gpu:
+            if self.call.several:
                 return None
-            coded = layer.pages.attend(layer.held, q, step, heads, scale)
-            chunks_beside(coded, q, *self.own, self.exact, step, scale)
-            singles_beside(coded, q, layer.exact, step.exact, scale, layer.pages.loops)
-        elif layer.pages.on_gpu:
             coded = layer.pages.attend_single(layer.held, q, self.call.span, step.coded(), scale)
             singles_beside(coded, q, layer.exact, step.exact, scale, loops=False)
         else:
             coded = layer.pages.attend(layer.held, q, step, heads, scale, layer.exact)
+            if self.call.several:
+                chunks_beside(coded, q, *self.own, self.exact, step, scale)
         return self.call.unflat(coded.mean.to(query.dtype))
 
     @torch.compiler.disable

@@ -118,7 +118,7 @@ class ServedCall:
         """Which of its queries read what."""
         counts = [self.counts[row] for row in self.rows]
         lengths = [self.after.lengths[row] for row in self.rows]
-        rows, (row, at), before = np.array(self.rows), numbered(lengths), self.before.coded(self.ring)
+        rows, (row, at), before = np.array(self.rows, np.int64), numbered(lengths), self.before.coded(self.ring)
         slots = torch.from_numpy(rows[row] * self.capacity + at)
         first = np.array([min(self.ring.sink, length) for length in lengths])
         until = np.maximum([before[row][1] for row in self.rows], first).repeat(counts)

@@ -170,11 +170,12 @@ class ServerStep:
     @cached_property
     def few(self) -> tuple[Tensor, Looked] | None:
         """Queries int64 [n] of sequences that have few of them, and what they look at; None where there are none."""
-        starts, lengths, slots = np.array(self.starts), np.array(self.lengths), self.slots.numpy()
-        rows = np.flatnonzero(np.diff(starts) <= FEW)
+        starts, lengths, slots = np.array(self.starts), np.array(self.lengths, np.int64), self.slots.numpy()
+        counts = np.diff(starts)
+        rows = np.flatnonzero((counts > 0) & (counts <= FEW))
         if not len(rows):
             return None
-        first, counts = np.array(self.first)[rows], np.diff(starts)[rows]
+        first, counts = np.array(self.first)[rows], counts[rows]
         tokens = np.maximum(self.until.numpy()[starts[rows + 1] - 1], first) - first
         (row, at), (of, number) = numbered(tokens), numbered(counts)
         slots = slots[(np.cumsum(lengths)[rows] - lengths[rows] + first)[row] + at]
@@ -190,7 +191,7 @@ class ServerStep:
     @cached_property
     def single(self) -> bool:
         """Whether every sequence has one."""
-        return self.tokens == len(self.lengths)
+        return self.starts == tuple(range(len(self.lengths) + 1))
 
     def own_slots(self) -> Tensor:
         """Where the step's own tokens lie, int64 [tokens]."""

@@ -114,7 +114,7 @@ class Ring(NamedTuple):
             The position at which those of each query end, int64 [tokens].
         """
         counts, position = np.diff(step.starts), step.positions.numpy()
-        of, length = numbered(counts)[0], np.array(step.lengths)
+        of, length = numbered(counts)[0], np.array(step.lengths, np.int64)
         sinks, recents = position < first[of], position >= length[of] - self.recent
         sources = np.concatenate([np.flatnonzero(sinks), np.flatnonzero(recents)])
         places = np.concatenate([position[sinks], self.place(position[recents])])
@@ -232,7 +232,7 @@ class ExactStore:
         own = [self._places[name] for name in names]
         ends = zip(own, step.lengths, strict=True)
         first = np.array([place.first(self.sink, length) for place, length in ends], np.int64)
-        low = np.maximum([place.taken for place in own], first)
+        low = np.maximum(np.array([place.taken for place in own], np.int64), first)
         until = np.maximum(low[numbered(np.diff(step.starts))[0]], step.positions.numpy() + 1 - self.recent)
         return self.ring.beside(step, np.array([place.row for place in own], np.int64), first, until)
 
@@ -292,7 +292,7 @@ def chunks_beside(
 
 def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep, loops: bool = True) -> None:
     """Put those of a step's tokens that later ones read exact in their places."""
-    if loops and by_loops(store):
+    if loops and by_loops(store, key):
         from kvlab.codecs.shared import softmax_numba
 
         k, v, values = (softmax_numba.as_numbers(x) for x in (key, value, store))
@@ -306,7 +306,7 @@ def singles_beside(
     coded: Attended, query: Tensor, store: Tensor, exact: ExactStep, scale: float, loops: bool = True
 ) -> None:
     """Add what queries read exact that are the only one of their sequence; after the step's tokens are kept."""
-    if loops and by_loops(store):
+    if loops and by_loops(store, query):
         from kvlab.codecs.shared import softmax_numba
 
         q, values = (softmax_numba.as_numbers(x) for x in (query, store))
@@ -319,9 +319,9 @@ def singles_beside(
         coded.mean[single] = joined(Attended(*(part[single] for part in coded)), found)
 
 
-def by_loops(store: Tensor) -> bool:
-    """Whether compiled loops keep and read exact tokens: there is what compiles them, and they know the dtype."""
-    return compiled() and store.dtype in (torch.bfloat16, torch.float32)
+def by_loops(store: Tensor, x: Tensor) -> bool:
+    """Whether compiled loops keep and read exact tokens beside `x`: they can be, and know the dtype that both have."""
+    return compiled() and store.dtype == x.dtype in (torch.bfloat16, torch.float32)
 
 
 def _chunk(query: Tensor, own: Tensor, stored: Tensor, step: ServerStep, row: int, scale: float) -> Attended:

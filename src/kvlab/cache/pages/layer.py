@@ -85,9 +85,9 @@ class LayerPages:
             The pages are not of the size that the tokens take.
         """
         rows, turn = self._rows(pages), self.rotation.rows
-        kept = (exact.kept, store) if self.put and exact and by_loops(store) else ()
+        kept = (exact.kept, store) if self.put and exact and by_loops(store, k) else ()
         if self.put and self.put(k, v, rows.numpy(), slots.numpy(), self.k.bytes, turn, positions.numpy(), *kept):
-            exact = None if kept else exact
+            exact = None if kept else exact  # in the same call
         elif self.attention and not self.rotation.by_position:
             self.k.write(k.transpose(0, 1), rows, slots.numpy(), 0, turn, positions.numpy())
             self.v.write(v.transpose(0, 1), rows, slots.numpy(), self.k.bytes)
@@ -118,7 +118,7 @@ class LayerPages:
         By the compiled loop where there is one and a sequence has few queries. With the layer's `store`, the means of
         queries that are the only one of their sequence are of what they read exact, too.
         """
-        if store is not None and self.put and step.all_few and by_loops(store):
+        if store is not None and self.put and step.all_few and by_loops(store, query):
             return self.attend_few(pages, step.few[1], query, scale, step.exact.singles, store)
 
         def read(slots: Tensor, positions: Tensor) -> Keys:

@@ -46,7 +46,7 @@ class ServedAttention:
 
     def __init__(self, k: RowReader, v: RowReader):
         self.k, self.v = (StreamTables(part.read.active, _constant_in_mean(part)) for part in (k, v))
-        self.room = room_of(self.k, self.v, max(part.read.bytes for part in (k, v)) + 1)
+        self.room = room_of(self.k, self.v, max(k.read.bytes, v.read.bytes) + 1)
 
     def __call__(
         self,
@@ -225,6 +225,8 @@ def attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen
     seen : Seen
         Of nothing, written.
     """
+    if len(runs) == 0:
+        return
     (ka, kw), (va, _) = tables_of(k), tables_of(v)
     matrix, z, columns = parts_of(room, ka, va, kw.mean.shape[1])
     groups, half, heads = len(ka.end), len(cos), q.shape[1]
@@ -303,8 +305,9 @@ def finish(seen, v, q, scale, room, of_runs, singles, single_rows, single_seen, 
     total = np.zeros((len(flat), seen.sum.shape[1]), np.float32)
     over_runs(seen, of_runs, heads, total, log_sum.reshape(-1))
     matrix = room[: len(a.component) * width].reshape((-1, width))
-    matrix_of(way.halves, way.row, a.component, matrix)
-    for to in range(0, len(flat), of_one):
+    if len(seen.top):
+        matrix_of(way.halves, way.row, a.component, matrix)
+    for to in range(0, len(flat) if len(seen.top) else 0, of_one):
         group, first = to % heads // per, to % heads % per // of_one * head_dim
         low, high = first_of(group, a), first_of(group + 1, a)
         add_lines(total[to : to + of_one, low:high], matrix[low:high], first, flat[to : to + of_one])
@@ -359,7 +362,7 @@ class ServedWriter:
 
     def __init__(self, k: RowReader, v: RowReader):
         self.k, self.v = (StreamTables(part.read.active, way_of(part.plan, part.plan.forward)) for part in (k, v))
-        self.room = room_of(self.k, self.v, k.read.bytes + v.read.bytes)
+        self.room = room_of(self.k, self.v, max(k.read.bytes, v.read.bytes))
 
     def __call__(
         self,

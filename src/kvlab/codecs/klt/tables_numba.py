@@ -45,9 +45,13 @@ class StreamTables:
     def __init__(self, active: Active, way: Way):
         self.active, self.way, arrays = active, way, (*active, *way)
         for one, kind in zip(arrays, KINDS, strict=True):
-            if one.dtype != kind or not one.flags.c_contiguous:
+            if one.dtype != kind or not one.flags.carray:
                 raise TypeError(f"a table of {one.dtype}, strides {one.strides}, where loops read a run of {kind}")
         self.addresses = np.array([(one.ctypes.data, one.size) for one in arrays], np.int64)
+
+    def __reduce__(self) -> tuple[type[StreamTables], tuple[Active, Way]]:
+        """A copy has addresses of its own arrays."""
+        return StreamTables, (self.active, self.way)
 
 
 @intrinsic
