@@ -132,11 +132,11 @@ class LayerPages:
             singles_beside(found, query, store, step.exact, scale, self.loops)
         return found
 
-    def attend_few(self, pages: Tensor, looked: Looked, query: Tensor, scale: float, *exact) -> Attended:
-        """Attention of few queries [n, heads, head_dim] by the compiled loop; `exact` as of `ServedAttention`."""
+    def attend_few(self, pages: Tensor, looked: Looked, query: Tensor, scale: float, *kept) -> Attended:
+        """Attention of few queries [n, heads, head_dim] by the compiled loop, which may be given exact tokens, too."""
         self.read_back += len(looked.slots)
         rows = self._rows(pages).numpy()
-        return Attended(*self.attention(rows, self.k.bytes, looked, query, scale, self.rotation.columns, *exact))
+        return Attended(*self.attention(rows, self.k.bytes, looked, query, scale, self.rotation.columns, *kept))
 
     def _rows(self, pages: Tensor) -> Tensor:
         """The pages as rows of tokens [slots, bytes]."""

@@ -59,31 +59,9 @@ class ServedAttention:
         singles: tuple[NDArray, NDArray, NDArray] = NO_SINGLES,
         stored: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Means of values, and the logarithms of the sums under those of coded tokens; see `TileAttention`.
+        """As `reading_numba.TileAttention`, and means are of tokens that are kept exact, too.
 
-        Parameters
-        ----------
-        rows : array
-            All pages as rows uint8 [slots, bytes]; K's bytes come first.
-        first : int
-            Where V's begin.
-        x : Looked
-            Which tokens.
-        q : Tensor
-            Queries [queries, heads, head_dim].
-        scale : float
-            Of the scores.
-        turning : pair of array
-            Cosines and sines float32 [head_dim / 2, positions].
-        singles, stored
-            Which queries see what of the tokens that are kept exact too; see `softmax_numba.add_exact`.
-
-        Returns
-        -------
-        mean : Tensor
-            float32 [queries, heads, head_dim], of exact tokens too; finite where a query sees nothing.
-        log_sum : Tensor
-            float32 [queries, heads], of coded tokens alone; -inf where a query sees none.
+        `singles` say which queries see which of them in `stored`; see `softmax_numba.add_exact`.
         """
         queries = _numbers(q)
         mean, log_sum = np.zeros(queries.shape, np.float32), np.empty(queries.shape[:2], np.float32)
