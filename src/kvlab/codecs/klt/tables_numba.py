@@ -1,7 +1,7 @@
 """A stream's tables of one layer, handed to a compiled loop as one array of where they lie.
 
-numba takes every array of a call apart anew, and those in tuples by a slow way: for the tables of K and V that takes as
-long as to attend to a hundred tokens. Where numba is not installed, nothing imports this module.
+numba takes every array of a call apart anew, and those in tuples by a slow way: for the tables of K and V that was a
+good part of a short step. Where numba is not installed, nothing imports this module.
 """
 
 from __future__ import annotations
