@@ -69,7 +69,6 @@ onstart:
     onerun.begin()
     unedited.remember(config)
     ledgered.begin(workflow)
-    processor.tell(workflow, MODELS)
     progress.tell(
         workflow.dag, workflow.resource_settings.cores or workflow.resource_settings.nodes or 1, SIZES
     )

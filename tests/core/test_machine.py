@@ -1,11 +1,10 @@
-"""What is known of the processor, and what is said where bfloat16 is slow."""
+"""What is known of the processor."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvlab.core import machine
-from kvlab.engines import registry
 
 ZEN3 = "model name\t: AMD EPYC\nflags\t\t: fpu sse2 fma avx avx2 vaes\n"
 SKYLAKE = "model name\t: Xeon\nflags\t\t: fpu sse2 avx2 avx512f avx512bw avx512vl\n"
@@ -31,15 +30,3 @@ def test_nothing_is_known_where_the_system_has_no_such_file(cpuinfo):
 def test_a_processor_has_its_name(cpuinfo):
     cpuinfo.write_text(ZEN3)
     assert machine.cpu_name() == "AMD EPYC"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "told", "lines"), [("bfloat16", ZEN3, 1), ("float32", ZEN3, 0), ("bfloat16", SKYLAKE, 0)]
-)
-def test_an_engine_that_is_slow_here_says_so(cpuinfo, capsys, monkeypatch, dtype, told, lines):
-    cpuinfo.write_text(told)
-    monkeypatch.setattr(registry.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(registry, "check", lambda *_: None)
-    monkeypatch.setattr(registry, "import_module", lambda _: type("Engines", (), {"HFEngine": lambda *_: None}))
-    registry.start("hf", None, dtype, max_tokens=8)
-    assert capsys.readouterr().err.count("bfloat16") == lines

@@ -18,7 +18,6 @@ import dvc_sync
 import failures
 import ledgered
 import onerun
-import processor
 import progress
 import sizes
 import unedited

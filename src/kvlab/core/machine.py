@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 NEEDED = {"avx512bw", "amx_bf16"}  # of a processor of Intel's or AMD's; either will do
+
+
+def machine() -> dict[str, str | int]:
+    """The machine in words: processor family and what it lacks, cores, operating system. No names, no paths."""
+    lacking = {"bfloat16": "no instructions: products in float32, rounded once"} if lacks_bfloat16() else {}
+    return {
+        "processor": platform.machine(),
+        **lacking,
+        "cores": os.cpu_count() or 0,
+        "system": platform.system(),
+    }
 
 
 def cpu_name() -> str:

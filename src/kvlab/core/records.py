@@ -377,12 +377,3 @@ def _installed() -> dict[str, str]:
             except metadata.PackageNotFoundError:
                 continue
     return found | {"python": platform.python_version()}
-
-
-def machine() -> dict[str, str | int]:
-    """The machine in words: processor family, cores, operating system. No names, no paths."""
-    return {
-        "processor": platform.machine(),
-        "cores": os.cpu_count() or 0,
-        "system": platform.system(),
-    }

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 
 import torch
 
 from kvlab.core.engines import AUTO
 from kvlab.core.errors import UnknownName
-from kvlab.core.machine import lacks_bfloat16
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import ENGINES
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import check
-
-SLOW = "This processor has no instructions for bfloat16 (no AVX-512): a model runs several times faster in float32."
 
 
 def start(
@@ -40,8 +36,6 @@ def start(
         raise UnknownName("engine", name, ENGINES)
     attention = attention or ENGINES[name].attention
     check(name, dtype, attention, info, not torch.cuda.is_available(), cache_dtype)
-    if dtype == "bfloat16" and not torch.cuda.is_available() and lacks_bfloat16():
-        print(SLOW, file=sys.stderr)
     module, _, attribute = ENGINES[name].engine.partition(":")
     stored = {} if cache_dtype == AUTO else {"cache_dtype": cache_dtype}  # not told to engines that have no choice
     return getattr(import_module(module), attribute)(info, dtype, attention, max_tokens, **stored)

@@ -32,6 +32,7 @@ from kvlab.core.errors import CapabilityError, CodecNotActive, ModelError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.engines.hooks import attention_layers, fused_projection, installed
+from kvlab.engines.products import chosen_by_vllm
 from kvlab.evals.backend import CacheUse, Kind, ScoreRequest, ScoreResult, Side, Sides, WriteRequest, WriteResult
 from kvlab.evals.canary import ONE_BIT
 
@@ -171,18 +172,19 @@ def started(info: ModelInfo, dtype: str, limit: int, cache_dtype: str) -> LLM:
             f"tensor_parallel of model {info.slug!r} is {info.tensor_parallel}; set it to 1, or choose --engine hf"
         )
     try:
-        return LLM(
-            model=str(info.path),
-            trust_remote_code=False,
-            dtype=dtype,
-            kv_cache_dtype=cache_dtype,
-            enforce_eager=True,
-            enable_prefix_caching=False,
-            max_model_len=limit,
-            max_num_batched_tokens=max(limit, 2048),
-            disable_log_stats=True,
-            **({"gpu_memory_utilization": SHARE} if torch.cuda.is_available() else {}),
-        )
+        with chosen_by_vllm():
+            return LLM(
+                model=str(info.path),
+                trust_remote_code=False,
+                dtype=dtype,
+                kv_cache_dtype=cache_dtype,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+                max_model_len=limit,
+                max_num_batched_tokens=max(limit, 2048),
+                disable_log_stats=True,
+                **({"gpu_memory_utilization": SHARE} if torch.cuda.is_available() else {}),
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
 

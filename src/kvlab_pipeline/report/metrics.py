@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvlab.core.machine import machine
 from kvlab.core.origin import told_of
 from kvlab.core.params import Params
-from kvlab.core.records import machine
 from kvlab.output.format import refuse_non_finite
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.jobs import plan

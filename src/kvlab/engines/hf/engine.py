@@ -21,6 +21,7 @@ from kvlab.core.recipe import Placement
 from kvlab.core.tensors import tensor_headers
 from kvlab.core.testimony import Proof
 from kvlab.core.weights import weight_files
+from kvlab.engines import products
 from kvlab.engines.base import (
     ContextCache,
     Engine,
@@ -56,6 +57,7 @@ class HFEngine(Engine):
         self.attention = attention
         self.model = _loaded(info, dtype, attention).to("cuda" if torch.cuda.is_available() else "cpu").eval()
         refuse_broken_weights(self.model, info)
+        products.chosen_in(self.model)
 
     @property
     def device(self) -> str:

@@ -52,6 +52,7 @@ from kvlab.engines.base import (  # noqa: E402
 )
 from kvlab.engines.capability import CODED  # noqa: E402
 from kvlab.engines.hooks import attention_inputs, attention_layers, fused_projection, installed  # noqa: E402
+from kvlab.engines.products import chosen_by_vllm  # noqa: E402
 from kvlab.engines.vllm import prefix, reading  # noqa: E402
 
 
@@ -69,7 +70,10 @@ class Loaded:
         # is handed over would not be coded
         self.takes_prefixes = info.tensor_parallel == 1 and cache_dtype != CODED
         try:
-            with without(CACHE_SPACE):  # on a CPU vLLM prefers it to what the engine is told
+            with (
+                without(CACHE_SPACE),
+                chosen_by_vllm(),
+            ):  # on a CPU vLLM prefers the variable to what the engine is told
                 self.llm = LLM(
                     model=str(info.path),
                     trust_remote_code=False,

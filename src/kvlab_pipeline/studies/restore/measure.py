@@ -23,10 +23,11 @@ from kvlab.calibration.needs import needed_files
 from kvlab.codecs.catalogue import has_bits
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError, Fault, ParamsError
+from kvlab.core.machine import machine
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
 from kvlab.core.recipe import WHOLE, Recipe
-from kvlab.core.records import forget, machine, write_json
+from kvlab.core.records import forget, write_json
 from kvlab.kvstore.hf.equality import logits_digest
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun

@@ -24,9 +24,10 @@ from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError, UserError
+from kvlab.core.machine import machine
 from kvlab.core.model import ModelInfo, check_window, resolve
 from kvlab.core.params import Params
-from kvlab.core.records import Provenance, forget, machine, write_json
+from kvlab.core.records import Provenance, forget, write_json
 from kvlab.engines.base import ContextCache
 from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.registry import start
