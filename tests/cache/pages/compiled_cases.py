@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.pages.test_exact import (  # noqa: F401 (they run here with compiled loops)
-    few_queries_at_once,
+    loops_elsewhere,
     small_spans,
     test_every_query_reads_each_key_as_its_position_says,
     test_the_dtype_of_the_model_is_kept_and_sums_are_in_float32,
@@ -27,10 +27,10 @@ from cache.pages.test_rows import DIM, HEADS, SITE, made
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
 from kvlab.cache.pages import layer
-from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.exact import Ring
 from kvlab.cache.pages.layer import LayerPages, quick
 from kvlab.cache.pages.rope import MeanByPosition, Rotation
+from kvlab.cache.pages.step import ServerStep
 from kvlab.cache.pages.token_bytes import rows_of
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
@@ -271,7 +271,7 @@ def test_one_call_writes_and_attends_as_several_do(dtype, threads, lengths, monk
         pages = LayerPages(LAYER, *rows, turn_of("after", angle, rows[0]), loops=loops)
         own, kept = held.clone(), store.clone()
         pages.write(k, v, own, step.own_slots(), step.positions, step.exact, kept)
-        found.append((own, kept, pages.attend(own, q, step, heads, 1 / dim, kept).mean))
+        found.append((own, kept, pages.attend(own, q, step, 1 / dim, kept).mean))
     (one, its, mean), (other, theirs, due) = found
     assert (one != other).float().mean() < 1e-3 and torch.equal(its, theirs) and not torch.equal(its, store)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # torch rounds to the dtype in between

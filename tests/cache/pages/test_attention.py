@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.cache.pages import attention
-from kvlab.cache.pages.attention import Keys, ServerStep, attend, batches
+from kvlab.cache.pages import step as layout
+from kvlab.cache.pages.attention import Keys, attend
+from kvlab.cache.pages.step import ServerStep, batches
 
 KV, GROUP, DIM, BLOCK = 2, 3, 8, 4
 
@@ -17,12 +18,12 @@ KV, GROUP, DIM, BLOCK = 2, 3, 8, 4
 def small_spans():
     """Cuts that short sequences meet too."""
     names = {"SPAN": 5, "SCRATCH": 12, "QUERIES": 3, "FEW": 4}
-    before = {name: getattr(attention, name) for name in names}
+    before = {name: getattr(layout, name) for name in names}
     for name, value in names.items():
-        setattr(attention, name, value)
+        setattr(layout, name, value)
     yield
     for name, value in before.items():
-        setattr(attention, name, value)
+        setattr(layout, name, value)
 
 
 @st.composite
@@ -52,7 +53,7 @@ def test_it_is_attention_over_each_sequence(lengths_and_news, seed):
     lengths, news = lengths_and_news
     step, k, v, table = laid_out(lengths, news, seed)
     q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
-    out, log_sum = attend(q, lambda slots, positions: Keys(k[:, slots], v[:, slots]), step, KV, 0.3)
+    out, log_sum = attend(q, lambda slots, positions: Keys(k[:, slots], v[:, slots]), step, 0.3)
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
         place = torch.arange(length)
         slots = table[row, place // BLOCK].long() * BLOCK + place % BLOCK
@@ -75,10 +76,10 @@ def test_an_answer_does_not_depend_on_who_else_is_served(lengths_and_news, seed)
     step, k, v, table = laid_out(lengths, news, seed)
     q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
     read = lambda slots, positions: Keys(k[:, slots], v[:, slots])  # noqa: E731
-    together = attend(q, read, step, KV, 1.0)
+    together = attend(q, read, step, 1.0)
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
         own = slice(step.starts[row], step.starts[row + 1])
-        alone = attend(q[own], read, ServerStep.of([0, new], [length], table[row : row + 1], BLOCK), KV, 1.0)
+        alone = attend(q[own], read, ServerStep.of([0, new], [length], table[row : row + 1], BLOCK), 1.0)
         assert torch.equal(together.mean[own], alone.mean) and torch.equal(together.log_sum[own], alone.log_sum)
 
 
@@ -88,7 +89,7 @@ def test_what_is_decoded_at_once_is_bounded(lengths_and_news):
     step, *_ = laid_out(lengths, news)
     found = list(batches(step, few=True))
     spans = [span for batch in found for span in batch]
-    assert all(sum(span.last - span.first for span in batch) <= attention.SCRATCH for batch in found)
+    assert all(sum(span.last - span.first for span in batch) <= layout.SCRATCH for batch in found)
     for row, length in enumerate(lengths):
         own = [(span.first, span.last) for span in spans if span.row == row]
         assert [first for first, _ in own] == [0, *[last for _, last in own[:-1]]] and own[-1][1] == length

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from cache.pages.test_attention import BLOCK, DIM, GROUP, KV, small_spans  # noqa: F401 (short cuts here too)
 from kvlab.cache.pages import exact
-from kvlab.cache.pages.attention import Keys, ServerStep, attend
+from kvlab.cache.pages.attention import Keys, attend
 from kvlab.cache.pages.exact import ExactStore, attend_beside, kept_exact
+from kvlab.cache.pages.step import ServerStep
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import Recipe
@@ -24,10 +25,9 @@ SCALE = 0.3
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_queries_at_once():
-    """So that a chunk of some tokens is cut; compiled loops in the process of `compiled_cases.py` alone."""
+def loops_elsewhere():
+    """Compiled loops are for the process of `compiled_cases.py` alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "QUERIES", 3)
         patch.setattr(exact, "compiled", lambda: "numba" in sys.modules)
         yield
 
@@ -100,7 +100,7 @@ class Server:
             seen.append(len(slots))
             return Keys(self.pages[0][:, slots], self.pages[1][:, slots])
 
-        coded = attend(query, read, step, KV, SCALE)
+        coded = attend(query, read, step, SCALE)
         values = self.store.values[0]
         got = attend_beside(coded, query, key, value, values, step, SCALE)
         due = torch.stack(

@@ -69,14 +69,14 @@ class ServedView(Unopened):
         """See `Unopened`."""
         if not self.call.is_causal(mask):
             return None
-        q, step, layer, heads = self.call.flat(query), self.call.step, self.layer, self.like.shape[1]
+        q, step, layer = self.call.flat(query), self.call.step, self.layer
         if layer.pages.on_gpu:
             if self.call.several:
                 return None
             coded = layer.pages.attend_single(layer.held, q, self.call.span, step.coded(), scale)
             singles_beside(coded, q, layer.exact, step.exact, scale, loops=False)
         else:
-            coded = layer.pages.attend(layer.held, q, step, heads, scale, layer.exact)
+            coded = layer.pages.attend(layer.held, q, step, scale, layer.exact)
             if self.call.several:
                 chunks_beside(coded, q, *self.own, self.exact, step, scale)
         return self.call.unflat(coded.mean.to(query.dtype))

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import ServerStep, numbered
 from kvlab.cache.pages.exact import Ring
+from kvlab.cache.pages.step import ServerStep, numbered
 
 if TYPE_CHECKING:
     from kvlab.codecs.klt.served_triton import CodedSpans

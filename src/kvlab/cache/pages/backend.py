@@ -15,9 +15,9 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.exact import attend_beside
 from kvlab.cache.pages.layer import LayerPages
+from kvlab.cache.pages.step import ServerStep
 from kvlab.core.errors import CapabilityError, CodecNotActive
 
 SHARED = "_kvlab_step"  # where a step's tokens lie, noted on vLLM's own description of it: every layer asks
@@ -185,7 +185,7 @@ class PagesImpl(AttentionImpl):
         pages, step = self._pages(), attn_metadata
         query, own = without_padding(step, query, output)
         store = pages.store if step.exact and step.single else None
-        coded = pages.attend(kv_cache, query, step, self.num_kv_heads, self.scale, store)
+        coded = pages.attend(kv_cache, query, step, self.scale, store)
         if step.exact:
             pages.read_exact += step.tokens
             if not step.single:

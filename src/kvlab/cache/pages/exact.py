@@ -18,24 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.cache.pages.attention import (
-    Attended,
-    ExactStep,
-    ServerStep,
-    compiled,
-    joined,
-    nothing,
-    numbered,
-    softmax_over,
-)
+from kvlab.cache.pages.attention import Attended, compiled, of_block, softmax_over
+from kvlab.cache.pages.step import ExactBlock, ExactChunk, ExactStep, Mask, ServerStep, blocks, numbered
 from kvlab.codecs.shared.exact_tokens import ExactTokens as Ends
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import PAGES_EXACT, Recipe
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-QUERIES = 128  # of a sequence that attend at once: each sees as many recent keys, and no more are looked at
 
 
 def kept_exact(recipe: Recipe, path: str) -> tuple[int, int]:
@@ -124,9 +114,37 @@ class Ring(NamedTuple):
         newest = last - (last + self.sink - at) % max(1, self.recent)  # of the tokens that this place of the ring had
         as_sink = (at < first[of[single]][:, None]) & (at <= last)
         seen = np.where(at < self.sink, as_sink, newest >= until[single][:, None])
-        found = rows, sources, rows[of[sources]], places, single, rows[of[single]], seen
-        exact = ExactStep(*map(torch.from_numpy, found), self.place)
-        return replace(step, first=tuple(first.tolist()), until=torch.from_numpy(until), exact=exact)
+        found = sources, rows[of[sources]], places, single, rows[of[single]], seen
+        until = torch.from_numpy(until)
+        several = np.flatnonzero(counts > 1)
+        chunks = [self.chunk(step, row, int(rows[row]), int(first[row]), until) for row in several.tolist()]
+        exact = ExactStep(*map(torch.from_numpy, found), tuple(chunks))
+        return replace(step, first=tuple(first.tolist()), until=until, exact=exact)
+
+    def chunk(self, step: ServerStep, row: int, kept: int, sinks: int, until: Tensor) -> ExactChunk:
+        """What a sequence's several queries read exact; see `beside`."""
+        start, stop, length = *step.starts[row : row + 2], step.lengths[row]
+        begin = length - (stop - start)  # of its tokens, those before the step
+        band = min(int(until[start]), length)  # where the recent tokens begin of which some query sees one
+        found = []
+        for queries in blocks(start, stop):
+            last = begin + queries.stop - start
+            low = min(int(until[queries.start]), last)
+            keys = torch.cat([torch.arange(min(sinks, last)), torch.arange(low, last)])
+            position = step.positions[queries, None]
+            seen = (keys <= position) & ((keys < sinks) | (keys >= until[queries, None]))
+            if len(keys):  # the kernel cannot be asked for attention over no keys
+                recents = slice(sinks + low - band, sinks + last - band)
+                found.append(ExactBlock(queries, slice(min(sinks, last)), recents, Mask.of(seen)))
+        return ExactChunk(
+            row=kept,
+            queries=slice(start, stop),
+            sinks=torch.arange(min(sinks, begin)),
+            own_sinks=max(0, sinks - begin),
+            recents=self.place(torch.arange(band, max(band, begin))),
+            own_recents=max(0, band - begin),
+            blocks=tuple(found),
+        )
 
 
 class ExactStore:
@@ -283,11 +301,14 @@ def chunks_beside(
 
     Before the step's tokens are kept, which take the places of what the first of these queries see.
     """
-    for row, (start, stop) in enumerate(zip(step.starts, step.starts[1:], strict=False)):
-        if stop - start > 1:
-            own = torch.stack([key[start:stop], value[start:stop]])
-            found = _chunk(query[start:stop], own, store[:, step.exact.rows[row]], step, row, scale)
-            coded.mean[start:stop] = joined(Attended(*(part[start:stop] for part in coded)), found)
+    for chunk in step.exact.chunks:
+        own = torch.stack([key[chunk.queries], value[chunk.queries]]).transpose(1, 2)
+        sinks, recents = (store[:, chunk.row][:, :, places] for places in (chunk.sinks, chunk.recents))
+        parts = sinks, own[:, :, : chunk.own_sinks], recents, own[:, :, chunk.own_recents :]
+        kv = torch.cat(parts, dim=2)[:, None]
+        for queries, sinks, recents, mask in chunk.blocks:
+            seen = torch.cat([kv[:, :, :, sinks], kv[:, :, :, recents]], dim=3)
+            coded.add(queries, of_block(query[queries], *seen, mask, scale))
 
 
 def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep, loops: bool = True) -> None:
@@ -312,43 +333,11 @@ def singles_beside(
         q, values = (softmax_numba.as_numbers(x) for x in (query, store))
         softmax_numba.add_exact(*exact.singles, q, values, scale, *(part.numpy() for part in coded))
     elif len(exact.single):
-        q = query[exact.single].view(len(exact.single), store.shape[2], -1, query.shape[-1])
         k, v = store[:, exact.single_rows]
-        mean, log_sum = softmax_over(q, k, v, exact.single_seen[:, None, None], scale)
-        found, single = Attended(mean.flatten(1, 2), log_sum.flatten(1)), exact.single
-        coded.mean[single] = joined(Attended(*(part[single] for part in coded)), found)
+        mean, log_sum = softmax_over(query[exact.single, :, None], k, v, exact.single_mask, scale)
+        coded.add(exact.single, Attended(mean[:, :, 0], log_sum[:, :, 0]))
 
 
 def by_loops(store: Tensor, x: Tensor) -> bool:
     """Whether compiled loops keep and read exact tokens beside `x`: they can be, and know the dtype that both have."""
     return compiled() and store.dtype == x.dtype in (torch.bfloat16, torch.float32)
-
-
-def _chunk(query: Tensor, own: Tensor, stored: Tensor, step: ServerStep, row: int, scale: float) -> Attended:
-    """Of one sequence's queries, over stored tokens [2, kv_heads, places, head_dim] and their own, a few at a time."""
-    start, length, sinks = step.starts[row], step.lengths[row], step.first[row]
-    begin, heads, found = length - len(query), query.shape[1], nothing(query)
-    until = step.until[start : start + len(query)]
-    band = min(int(until[0]), length)  # where the recent tokens begin of which some query sees one
-    before = [torch.arange(min(sinks, begin)), step.exact.place(torch.arange(band, max(band, begin)))]
-    parts = [
-        stored[:, :, before[0]],
-        own[:, : max(0, sinks - begin)].transpose(1, 2),
-        stored[:, :, before[1]],
-        own[:, max(0, band - begin) :].transpose(1, 2),
-    ]
-    kv, positions = torch.cat(parts, dim=2), torch.cat([torch.arange(sinks), torch.arange(band, length)])
-    for first in range(0, len(query), QUERIES):
-        own_queries = slice(first, min(first + QUERIES, len(query)))
-        last = begin + own_queries.stop
-        low = min(int(until[first]), last)
-        keys = torch.cat([torch.arange(min(sinks, last)), sinks + torch.arange(low - band, max(low, last) - band)])
-        if not len(keys):  # of which the kernel cannot be asked
-            continue
-        position, at = torch.arange(begin + first, last)[:, None], positions[keys]
-        seen = (at <= position) & ((at < sinks) | (at >= until[own_queries, None]))
-        q = query[own_queries].view(len(position), kv.shape[1], -1, kv.shape[-1]).permute(1, 2, 0, 3)
-        mean, log_sum = softmax_over(q.flatten(1, 2)[None], *kv[:, None, :, keys], seen, scale)
-        found.mean[own_queries] = mean.view(heads, len(position), -1).transpose(0, 1)
-        found.log_sum[own_queries] = log_sum.view(heads, -1).T
-    return found

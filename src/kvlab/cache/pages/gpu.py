@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended, ExactStep
+from kvlab.cache.pages.attention import Attended
 from kvlab.cache.pages.exact import keep_exact
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rope import MeanByPosition
+from kvlab.cache.pages.step import ExactStep
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.klt.served_triton import CodedSpans, ServedLoops
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended, ExactStep, Keys, ServerStep, attend, compiled
+from kvlab.cache.pages.attention import Attended, Keys, attend, compiled
 from kvlab.cache.pages.exact import ExactStore, by_loops, keep_exact, singles_beside
 from kvlab.cache.pages.rope import MeanByPosition, Rotation, Unturned
+from kvlab.cache.pages.step import ExactStep, ServerStep
 from kvlab.cache.pages.token_bytes import Rows
 from kvlab.codecs.klt.reading import Looked, RowReader
 from kvlab.codecs.klt.rows import KltRows
@@ -111,7 +112,7 @@ class LayerPages:
         return Keys(self.rotation.redo(k, positions), v)
 
     def attend(
-        self, pages: Tensor, query: Tensor, step: ServerStep, kv_heads: int, scale: float, store: Tensor | None = None
+        self, pages: Tensor, query: Tensor, step: ServerStep, scale: float, store: Tensor | None = None
     ) -> Attended:
         """Attention of a step's queries [tokens, heads, head_dim] over the coded tokens that each reads.
 
@@ -127,7 +128,7 @@ class LayerPages:
         def few(looked: Looked, q: Tensor) -> Attended:
             return self.attend_few(pages, looked, q, scale)
 
-        found = attend(query, read, step, kv_heads, scale, few if self.attention else None)
+        found = attend(query, read, step, scale, few if self.attention else None)
         if store is not None:
             singles_beside(found, query, store, step.exact, scale, self.loops)
         return found

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from kvlab.cache.files.recipe import RecipeFile
-from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.exact import ExactStore, kept_exact
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rope import MeanByPosition, Rotation, Unturned, rotation_of
+from kvlab.cache.pages.step import ServerStep
 from kvlab.cache.pages.token_bytes import Rows, rows_of
 from kvlab.cache.vllm import worker as vllm_worker
 from kvlab.cache.vllm.settings import Rule, common, logger, own_dtype, refuse_settings
