@@ -31,7 +31,7 @@ $(error $(WRONG))
 endif
 endif
 
-.PHONY: help setup findings audit test test-all test-rest test-nightly wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro docs reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline publish pins clean
+.PHONY: help setup cluster findings audit test test-all test-rest test-nightly wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro docs reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline publish pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
@@ -41,6 +41,12 @@ setup: $(READY)  ## .venv with everything in it (PYTHON=python3.11, EXTRA_INDEX=
 
 $(READY): requirements/$(FLAVOUR).txt pyproject.toml
 	@bash workflow/scripts/setup.sh $(FLAVOUR)
+
+cluster: .venv/cluster-ready  ## what Snakemake wants besides on SLURM and Kubernetes; it then takes two seconds more to start
+
+.venv/cluster-ready: $(READY) requirements/cluster.txt
+	@"$(BIN)/pip" install --quiet --disable-pip-version-check --no-deps -r requirements/cluster.txt
+	@touch $@
 
 findings: $(READY)  ## run what is not done yet, up to the report (PRESET=quick: small and fast)
 	@set -e; place=.; \
@@ -57,7 +63,7 @@ test-all: test test-rest  ## what CI runs: the tests of `make test`, then those 
 test-rest: $(READY)  ## DVC and Snakemake over the whole pipeline, vLLM with coded pages, compiled loops, mechanisms, a browser
 	@$(PYTEST) -m "full" $(ARGS)
 
-test-nightly: $(READY)  ## schedulers, S3, handovers, kills, most of vLLM, the page at two widths; properties with all examples
+test-nightly: cluster  ## schedulers, S3, handovers, kills, most of vLLM, the page at two widths; properties with all examples
 	@$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly $(ARGS)
 
 wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there (ARGS='--with newest')
@@ -78,7 +84,7 @@ kill-test: $(READY)  ## SIGKILL jobs and Snakemake with all their children, run 
 kill-test-dvc: $(READY)  ## SIGKILL DVC, Snakemake or a worker alone, run again, compare (ARGS='--times 10 --seed 0')
 	@"$(BIN)/python" validation/pipeline/kill_runs.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
 
-test-slurm: $(READY)  ## the quick preset on a real SLURM on this machine (root, Debian; ARGS='--against DIR')
+test-slurm: cluster  ## the quick preset on a real SLURM on this machine (root, Debian; ARGS='--against DIR')
 	@"$(BIN)/python" validation/pipeline/slurm.py $(ARGS)
 
 recompute: $(READY)  ## measure a finished job again and compare it byte for byte (PRESET=quick, ARGS="'results/*/*/vllm-*'")
@@ -163,7 +169,7 @@ publish:  ## the pages of a run into docs/results/ (PRESET=models: of that run, 
 audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md
 	"$(BIN)/python" -m kvlab step audit --out results/audit/AUDIT.md
 
-pins: $(READY)  ## resolve requirements/in.txt again, into requirements/{cpu,cuda}.txt (ARGS=--keep: only what is new)
+pins: $(READY)  ## resolve requirements/in.txt again, into requirements/{cpu,cuda,cluster}.txt (ARGS=--keep: only what is new)
 	"$(BIN)/python" workflow/scripts/pins.py $(ARGS)
 
 clean:  ## caches, what was measured before, and the workspaces of presets; results/, calib/ and .venv stay
