@@ -55,7 +55,7 @@ class Attended(NamedTuple):
         2205.14135).
         """
         mean, log_sum = self.mean[queries], self.log_sum[queries]
-        share = torch.sigmoid(more.log_sum - log_sum).nan_to_num_()  # of a query that saw nothing yet
+        share = torch.sigmoid(more.log_sum - log_sum).nan_to_num_()  # NaN where neither part has a key
         self.mean[queries] = mean.lerp_(more.mean, share[..., None])
         self.log_sum[queries] = torch.logaddexp(log_sum, more.log_sum)
 

@@ -303,12 +303,13 @@ def chunks_beside(
     """
     for chunk in step.exact.chunks:
         own = torch.stack([key[chunk.queries], value[chunk.queries]]).transpose(1, 2)
-        sinks, recents = (store[:, chunk.row][:, :, places] for places in (chunk.sinks, chunk.recents))
-        parts = sinks, own[:, :, : chunk.own_sinks], recents, own[:, :, chunk.own_recents :]
-        kv = torch.cat(parts, dim=2)[:, None]
-        for queries, sinks, recents, mask in chunk.blocks:
-            seen = torch.cat([kv[:, :, :, sinks], kv[:, :, :, recents]], dim=3)
-            coded.add(queries, of_block(query[queries], *seen, mask, scale))
+        before = store[:, chunk.row]
+        sinks = before[:, :, chunk.sinks], own[:, :, : chunk.own_sinks]
+        recents = before[:, :, chunk.recents], own[:, :, chunk.own_recents :]
+        kv = torch.cat([*sinks, *recents], dim=2)[:, None]
+        for block in chunk.blocks:
+            k, v = torch.cat([kv[:, :, :, block.sinks], kv[:, :, :, block.recents]], dim=3)
+            coded.add(block.queries, of_block(query[block.queries], k, v, block.mask, scale))
 
 
 def keep_exact(key: Tensor, value: Tensor, store: Tensor, exact: ExactStep, loops: bool = True) -> None:
