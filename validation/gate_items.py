@@ -6,7 +6,7 @@ Each row's windows are taken for a population. Of it n are drawn with replacemen
 the margin at the level that Holm's adjustment asks of the first of so many rows tested), refused (beyond it) or
 neither. A line is a row and metric: its loss, and the fewest of `SIZES` at which one of the two is found in four of
 five draws. A tail that the run did not see is in no draw. Needles and tasks are counted by
-`kvlab_pipeline.gate_page.power.items_needed`.
+`validation.gate.power.items_needed`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from torch.nn import functional
 from kvlab.core.model import resolve_folder
 from kvlab.engines import products
 from kvlab.engines.hf.engine import HFEngine
+from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.snapshot.numerics import differing
 
 
 @pytest.fixture(params=[True, False], ids=["lacks", "has"])
@@ -44,6 +46,13 @@ def test_a_product_is_the_exact_one_rounded_once(tokens, inside, outside, bias, 
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + terms * (inside + 1) * 2**-24 + 1e-38).all()
 
 
+def test_a_gradient_goes_through_a_product():
+    x, weight = torch.randn(5, 33).bfloat16().requires_grad_(), torch.randn(products.STRIP + 3, 33).bfloat16()
+    back = torch.randn(5, len(weight)).bfloat16()
+    (found,) = torch.autograd.grad(products.linear(x, weight), x, back)
+    assert torch.allclose(found.float(), (back.float() @ weight.float()).bfloat16().float(), rtol=2**-7)
+
+
 def test_float32_is_torchs_own_product():
     x, weight = torch.randn(2, 9, 33), torch.randn(5, 33)
     assert torch.equal(products.linear(x, weight), functional.linear(x, weight))
@@ -54,6 +63,12 @@ def test_transformers_models_take_it_where_it_is_needed(lacks, tiny_model, dtype
     engine = HFEngine(resolve_folder(tiny_model), dtype, "sdpa", 64)
     kinds = {type(module) for module in engine.model.modules() if isinstance(module, nn.Linear)}
     assert kinds == {products.Linear if lacks and dtype == "bfloat16" else nn.Linear}
+
+
+def test_a_snapshot_says_how_products_were_computed(lacks, tiny_model):
+    made = PagedModel.load(resolve_folder(tiny_model), "bfloat16").made
+    named = {"products"} if lacks else set()
+    assert {*differing(made, {**made, "products": "torch's"})} == named
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -15,11 +15,11 @@ from kvlab.calibration.capture import Captured
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import KvlabError, MixedIdentity, StorageError, UserError
-from kvlab.core.machine import cpu_name
+from kvlab.core.machine import cpu_name, machine
 from kvlab.core.model import resolve
 from kvlab.core.origin import told_of
 from kvlab.core.params import Params
-from kvlab.core.records import machine, versions, write_json
+from kvlab.core.records import versions, write_json
 from kvlab.text import corpus
 from validation.bench import caches, clock, divergence, page, published, sources
 from validation.bench.rivals import INSTALL, LIBRARIES

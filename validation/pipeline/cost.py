@@ -32,8 +32,9 @@ import polars as pl  # noqa: E402
 import workspace  # noqa: E402
 import yaml  # noqa: E402
 
+from kvlab.core.machine import machine  # noqa: E402
 from kvlab.core.paramfile import overlay, read_yaml  # noqa: E402
-from kvlab.core.records import machine, write_text  # noqa: E402
+from kvlab.core.records import write_text  # noqa: E402
 from kvlab.output.format import DASH, fixed, number, plain, table  # noqa: E402
 
 STUDY = "ladder"

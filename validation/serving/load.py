@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvlab.core.errors import CapabilityError
+from kvlab.core.machine import machine
 from kvlab.core.origin import told_of
-from kvlab.core.records import machine, read_json, versions, write_json
+from kvlab.core.records import read_json, versions, write_json
 from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab_mechanisms.serving.measured import ServedVariant, arm_of, rows_of
 from kvlab_mechanisms.serving.policies.gateway import Gateway

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.core.errors import CapabilityError, UserError
+from kvlab.core.machine import machine
 from kvlab.core.origin import read_origin
-from kvlab.core.records import machine, versions, write_json
+from kvlab.core.records import versions, write_json
 from validation.serving import page
 
 GIB = 1 << 30

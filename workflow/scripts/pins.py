@@ -74,11 +74,11 @@ def extend(path):
     return {name: version for name, version in found.items() if canonicalize_name(name) not in known} | old
 
 
-def cluster():
+def cluster(keep):
     """What clusters want that the pins for a CPU lack."""
     own = FOLDER / "cpu.txt"
     known = {canonicalize_name(name) for name in pinned(own)}
-    found = resolve(["--constraint", own, *CLUSTER])
+    found = resolve(["--constraint", own, *(["--constraint", FOLDER / "cluster.txt"] if keep else []), *CLUSTER])
     return {name: version for name, version in found.items() if canonicalize_name(name) not in known} | SLURM
 
 
@@ -104,7 +104,7 @@ def main():
         arguments.error(f"{wrong[0]!r} is not known; allowed: {', '.join(known)}")
     for flavour in [name for name in known if name in (options.flavours or known)]:
         if flavour == "cluster":
-            write(flavour, cluster(), CLUSTER_HEAD)
+            write(flavour, cluster(options.keep), CLUSTER_HEAD)
             continue
         complete = ["--requirement", FOLDER / "in.txt", *ENGINES[flavour]]
         found = extend(FOLDER / f"{flavour}.txt") if options.keep else resolve(complete)

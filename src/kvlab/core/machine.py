@@ -12,7 +12,7 @@ NEEDED = {"avx512bw", "amx_bf16"}  # of a processor of Intel's or AMD's; either 
 
 def machine() -> dict[str, str | int]:
     """The machine in words: processor family and what it lacks, cores, operating system. No names, no paths."""
-    lacking = {"bfloat16": "no instructions: products in float32, rounded once"} if lacks_bfloat16() else {}
+    lacking = {"bfloat16": "no instructions"} if lacks_bfloat16() else {}
     return {
         "processor": platform.machine(),
         **lacking,

@@ -46,6 +46,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if weight.dtype != torch.bfloat16 or x.shape[:-1].numel() < FEWEST:
         return functional.linear(x, weight, bias)
+    if torch.is_grad_enabled() and weight.requires_grad:
+        return functional.linear(x, weight, bias)  # nobody trains weights here
+    return InFloat32.apply(x, weight, bias)
+
+
+class InFloat32(torch.autograd.Function):
+    """The product, whose graph holds the weight as it is; torch's own would hold each strip in float32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What `linear` returns."""
+        ctx.save_for_backward(weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of `x`."""
+        (weight,) = ctx.saved_tensors
+        return _product(gradient, weight.T, None), None, None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide, out = x.float(), x.new_empty(*x.shape[:-1], len(weight))
     for first in range(0, len(weight), STRIP):
         rows = slice(first, first + STRIP)
@@ -66,15 +88,20 @@ def chosen_in(model: nn.Module) -> None:
                 module.__class__ = Linear
 
 
+def are_chosen_in(model: nn.Module) -> bool:
+    """Whether a transformers model computes by `linear`."""
+    return any(isinstance(module, Linear) for module in model.modules())
+
+
 @contextmanager
 def chosen_by_vllm() -> Iterator[None]:
     """Let models that vLLM loads inside a `with` block compute by `linear` where that is needed."""
     from vllm.model_executor.layers import utils
 
-    own = utils.dispatch_cpu_unquantized_gemm
+    own, slow = utils.dispatch_cpu_unquantized_gemm, needed(torch.bfloat16)
 
     def dispatch(layer: nn.Module, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2 and needed(layer.weight.dtype):
+        if slow and layer.weight.ndim == 2 and layer.weight.dtype == torch.bfloat16:
             layer.cpu_linear = linear
         else:
             own(layer, remove_weight)

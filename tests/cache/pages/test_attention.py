@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlab.cache.pages import attention
 from kvlab.cache.pages import step as layout
-from kvlab.cache.pages.attention import Keys, attend
+from kvlab.cache.pages.attention import Keys, attend, softmax_over
 from kvlab.cache.pages.step import ServerStep, batches
 
 KV, GROUP, DIM, BLOCK = 2, 3, 8, 4
@@ -68,6 +69,15 @@ def test_it_is_attention_over_each_sequence(lengths_and_news, seed):
         torch.testing.assert_close(log_sum[own], sums, atol=1e-5, rtol=1e-5)
         assert torch.equal(step.own_slots()[own], slots[length - new :])
         assert torch.equal(step.positions[own], place[length - new :])
+
+
+def test_where_torchs_kernel_shares_no_heads_the_answer_is_the_same(monkeypatch):
+    q, k, v = torch.randn(2, KV * GROUP, 5, DIM), *torch.randn(2, 2, KV, 7, DIM)
+    mask = layout.Mask.of(torch.arange(7) <= torch.arange(5)[:, None])
+    found = softmax_over(q, k, v, mask, 0.3)
+    monkeypatch.setattr(attention, "SHARING", (99, 0))
+    for one, other in zip(found, softmax_over(q, k, v, mask, 0.3), strict=True):
+        assert torch.equal(one, other)
 
 
 @given(steps(), st.integers(0, 5))

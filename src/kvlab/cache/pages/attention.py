@@ -21,6 +21,8 @@ from torch import Tensor
 from kvlab.cache.pages.step import Mask, ServerStep, batches, blocks
 from kvlab.codecs.klt.reading import Looked
 
+SHARING = (2, 10)  # of torch; older ones may let no heads share one of K in their kernel, and say nothing
+
 Read = Callable[[Tensor, Tensor], "Keys"]
 """Slots and positions, int64 [n], to what attention needs of these tokens."""
 
@@ -143,15 +145,18 @@ def softmax_over(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: floa
     """
     bias = None if mask is None else mask.bias.expand(len(q), 1, -1, -1)
     if q.device.type == "cpu":
+        if torch.__version__ < SHARING:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         mean, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias, scale=scale
         )
         if mask is not None:
             log_sum.masked_fill_(mask.blind, -torch.inf)
         return Attended(mean.float(), log_sum)
-    scores = (scale * q.float()).unflatten(1, (k.shape[1], -1)) @ k.float().mT[:, :, None]
+    shared = q.shape[1] // k.shape[1], q.shape[2]  # heads that share one of K, and their queries
+    scores = scale * q.float().unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.float().mT
     if bias is not None:
-        scores = scores + bias[:, :, None]
+        scores = (scores.unflatten(2, shared) + bias[:, :, None]).flatten(2, 3)
     log_sum = scores.logsumexp(-1)
-    mean = (scores - log_sum[..., None]).exp_().nan_to_num_() @ v.float()[:, :, None]
-    return Attended(mean.flatten(1, 2), log_sum.flatten(1, 2))
+    mean = (scores - log_sum[..., None]).exp_().nan_to_num_() @ v.float()
+    return Attended(*(part.unflatten(2, shared).flatten(1, 2) for part in (mean, log_sum)))

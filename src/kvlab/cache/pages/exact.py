@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlab.cache.pages.attention import Attended, compiled, of_block, softmax_over
-from kvlab.cache.pages.step import ExactBlock, ExactChunk, ExactStep, Mask, ServerStep, blocks, numbered
+from kvlab.cache.pages.step import ExactBlock, ExactChunk, ExactStep, ServerStep, blocks, numbered
 from kvlab.codecs.shared.exact_tokens import ExactTokens as Ends
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import PAGES_EXACT, Recipe
@@ -130,12 +130,11 @@ class Ring(NamedTuple):
         for queries in blocks(start, stop):
             last = begin + queries.stop - start
             low = min(int(until[queries.start]), last)
-            keys = torch.cat([torch.arange(min(sinks, last)), torch.arange(low, last)])
-            position = step.positions[queries, None]
-            seen = (keys <= position) & ((keys < sinks) | (keys >= until[queries, None]))
+            own_sinks, recents = slice(min(sinks, last)), slice(sinks + low - band, sinks + last - band)
+            keys = torch.cat([torch.arange(own_sinks.stop), torch.arange(low, last)])
             if len(keys):  # the kernel cannot be asked for attention over no keys
-                recents = slice(sinks + low - band, sinks + last - band)
-                found.append(ExactBlock(queries, slice(min(sinks, last)), recents, Mask.of(seen)))
+                own = queries, own_sinks, recents, keys, step.positions[queries], until[queries]
+                found.append(ExactBlock(*own))
         return ExactChunk(
             row=kept,
             queries=slice(start, stop),

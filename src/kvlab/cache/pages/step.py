@@ -45,23 +45,43 @@ class Mask(NamedTuple):
         return cls(bias.masked_fill_(~seen, -torch.inf), ~seen.any(-1))
 
 
-class ExactBlock(NamedTuple):
-    """Neighbouring queries of a chunk.
+@dataclass(frozen=True)
+class ExactBlock:
+    """Neighbouring queries of a chunk, and those of its keys that one of them sees: its first and its last ones.
 
     Parameters
     ----------
     queries : slice
         Of the step's.
     sinks, recents : slice
-        Those of the chunk's keys that one of them sees.
-    mask : Mask
-        Which of these keys each of them sees.
+        Of the chunk's keys.
+    positions : Tensor
+        Of these keys, int64.
+    own : Tensor
+        Of the queries, int64.
+    until : Tensor
+        The position at which the coded tokens of each query end, int64.
     """
 
     queries: slice
     sinks: slice
     recents: slice
-    mask: Mask
+    positions: Tensor
+    own: Tensor
+    until: Tensor
+
+    @property
+    def mask(self) -> Mask:
+        """Which of these keys each query sees; made once for all layers where there are not many."""
+        return self._mask if len(self.positions) <= SPAN else self._made()
+
+    @cached_property
+    def _mask(self) -> Mask:
+        return self._made()
+
+    def _made(self) -> Mask:
+        coded = (self.positions >= self.sinks.stop) & (self.positions < self.until[:, None])
+        return Mask.of((self.positions <= self.own[:, None]) & ~coded)
 
 
 class ExactChunk(NamedTuple):

@@ -17,6 +17,7 @@ from kvlab.cache.rope_turn import RopeTurn
 from kvlab.core.decoder import FULL, SLIDING, rope_of, rope_types
 from kvlab.core.errors import CapabilityError, ModelError, NonFinite, UserError
 from kvlab.core.model import ModelInfo
+from kvlab.engines import products
 from kvlab.engines.capability import check
 from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.hf.rotary import Rotary
@@ -24,6 +25,7 @@ from kvlab.engines.hooks import attention_layers
 from kvlab.kvstore.hf.queries import LastQueries
 from kvlab.kvstore.paging.geometry import DTYPES, Geometry, named
 from kvlab.kvstore.snapshot.identity import ContextIdentity, identity_of
+from kvlab.kvstore.snapshot.numerics import PRODUCTS
 
 
 class PagedModel:
@@ -91,6 +93,8 @@ class PagedModel:
         else:
             capability = torch.backends.cpu.get_cpu_capability()
             where = {"device": f"{self.device} {capability}", "threads": str(torch.get_num_threads())}
+        if products.are_chosen_in(self.model):
+            where[PRODUCTS] = "in float32"
         return {"engine": "transformers", "attention": self.attention, **where}
 
     def geometry(self, chunk_tokens: int = 64) -> Geometry:
@@ -296,7 +300,7 @@ def _other_weights(model: nn.Module) -> Iterator[tuple[str, str]]:
     if getattr(model.config, "quantization_config", None) is not None:
         yield "capability.quantised", "the model is quantised, as its configuration says"
     for name, module in model.named_modules():
-        if not f"{type(module).__module__}.".startswith(OWN):
+        if not f"{type(module).__module__}.".startswith(OWN) and type(module) is not products.Linear:
             sign = f"layer {name or 'the whole'} is a {type(module).__qualname__} of another library"
             yield "capability.other-layers", sign
     for name, weight in model.named_parameters():

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 COMPUTED = "computed"  # the name under which `made` says how the tokens went through the model
-NUMERICS = ("engine", "attention", "device", "threads", "order", COMPUTED, "torch")
+PRODUCTS = "products"  # how products in bfloat16 are computed; see `kvlab.engines.products`
+NUMERICS = ("engine", "attention", "device", "threads", "order", COMPUTED, PRODUCTS, "torch")
 """Names in `made`; the engine's own version, under the engine's name, is one more."""
 PREFILL = "prefill"  # many tokens a forward
 DECODED = "prefill, decode"  # one token a forward for some of them, or for what is not known to be prefilled
-UNSAID = {"order": "logical", COMPUTED: PREFILL}  # what a manifest means that does not speak of it
+UNSAID = {"order": "logical", COMPUTED: PREFILL, PRODUCTS: "torch's"}  # what a manifest means that does not speak of it
 THEN = ", then "
 
 
