@@ -192,6 +192,24 @@ def test_scored_windows_are_cut_from_the_texts_in_turn(tiny_params, tmp_path):
     assert json.loads((tmp_path / "0.json").read_text())["scored"] == ["other", "test"]
 
 
+def test_windows_of_an_earlier_run_are_left_out(tiny_params, tmp_path):
+    few, many, later = (
+        corpus.build(with_changes(tiny_params, **change), tmp_path / f"{n}.safetensors")
+        for n, change in enumerate(
+            (
+                {"windows": {"test": 3}, "baseline": {"windows": 3, "reruns": 3}},
+                {"windows": {"test": 6}},
+                {"windows": {"test": 3, "skip": 3}, "baseline": {"windows": 3, "reruns": 3}},
+            )
+        )
+    )
+    earlier, both, own = ({row.tobytes() for row in one.test} for one in (few, many, later))
+    assert earlier | own == both and not earlier & own
+    assert np.array_equal(few.calib, later.calib)
+    with refused(CorpusError, "corpus.too-short", "windows.skip, 100000"):
+        corpus.build(with_changes(tiny_params, windows={"skip": 100_000}), tmp_path / "w.safetensors")
+
+
 def test_a_text_that_is_not_named_cannot_be_scored(tiny_params):
     with refused(ParamsError, None, "corpus.scored", "'other'", "corpus.other"):
         with_changes(tiny_params, corpus={"other": None, "scored": ["other"]}, ladder={"texts": ["test"]})

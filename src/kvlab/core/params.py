@@ -155,6 +155,12 @@ class Windows(Section):
     calib: int = Field(default=16, ge=2, description="number of calibration windows; intervals on them need two")
     other: int = Field(default=32, ge=2, description="number of scored windows of `corpus.other`")
     seed: int = Field(default=0, ge=0, description="chooses the windows")
+    skip: int = Field(
+        default=0,
+        ge=0,
+        description="of each text, scored windows that this seed chooses first and this run leaves out, as an earlier"
+        " one had them",
+    )
 
     @property
     def length(self) -> int:

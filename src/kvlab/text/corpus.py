@@ -269,13 +269,15 @@ def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int], count:
 def choose(ids: np.ndarray, windows: Windows, split: str, body: int, count: int | None = None) -> np.ndarray:
     """Which consecutive windows of `body` tokens of a stream are kept, ascending; as `cut` otherwise."""
     available, wanted = len(ids) // body, getattr(windows, split) if count is None else count
-    if available < wanted:
+    skipped = 0 if split == "calib" else windows.skip
+    if available < skipped + wanted:
         raise CorpusError(
             f"the corpus is too short: its {split} {'text' if split == 'other' else 'split'} has {len(ids)} tokens,"
-            f" {available} windows of {windows.length}, and windows.{split} asks for {wanted}",
+            f" {available} windows of {windows.length}, and windows.{split} asks for {wanted}"
+            + (f" after windows.skip, {skipped}" if skipped else ""),
             code="corpus.too-short",
         )
-    return np.sort(np.random.default_rng(windows.seed).permutation(available)[:wanted])
+    return np.sort(np.random.default_rng(windows.seed).permutation(available)[skipped : skipped + wanted])
 
 
 def in_turn(params: Params, streams: dict[str, np.ndarray], prefix: list[int]) -> np.ndarray:

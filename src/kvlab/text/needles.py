@@ -146,7 +146,8 @@ def build(params: Params, out: Path, documents: Path | None = None) -> Needles:
     info, context = resolve(params.model), params.windows.context
     tokenizer = load_tokenizer(info)
     prefix = corpus.bos(tokenizer)
-    chance = np.random.default_rng([params.windows.seed, STREAM])
+    seeds = [params.windows.seed, STREAM, *([params.windows.skip] if params.windows.skip else [])]
+    chance = np.random.default_rng(seeds)
     text, found = planted_in(params, documents, tokenizer, len(prefix))
     texts, scored = haystacks(corpus.stream(found, tokenizer), params, len(prefix), chance, text)
     planter = Planter(tokenizer, words(found, tokenizer), chance)
@@ -185,9 +186,9 @@ def haystacks(
             f" and mechanisms.needles asks for {wanted} texts",
             code="corpus.too-short",
         )
-    every = corpus.cut(ids, windows, text, head, available)
+    every = corpus.cut(ids, windows.model_copy(update={"skip": 0}), text, head, available)
     scored = max(windows.test, windows.other) if text == "other" else windows.test
-    known = {row.tobytes() for row in corpus.cut(ids, windows, text, head, min(scored, available))}
+    known = {row.tobytes() for row in corpus.cut(ids, windows, text, head, min(scored, available - windows.skip))}
     order = chance.permutation(available)
     chosen = sorted(order, key=lambda i: every[i].tobytes() in known)[:wanted]
     return every[chosen][:, prefixed:], sum(every[i].tobytes() in known for i in chosen)
