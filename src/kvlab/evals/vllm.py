@@ -165,6 +165,7 @@ class TappedVLLMSide(VLLMSide):
             return super()._asked(prompts, sampling)
 
 
+@chosen_by_vllm()
 def started(info: ModelInfo, dtype: str, limit: int, cache_dtype: str) -> LLM:
     """An engine in this process; `ModelError` when it does not load the model."""
     if info.tensor_parallel != 1:  # the plugin knows one process
@@ -172,19 +173,18 @@ def started(info: ModelInfo, dtype: str, limit: int, cache_dtype: str) -> LLM:
             f"tensor_parallel of model {info.slug!r} is {info.tensor_parallel}; set it to 1, or choose --engine hf"
         )
     try:
-        with chosen_by_vllm():
-            return LLM(
-                model=str(info.path),
-                trust_remote_code=False,
-                dtype=dtype,
-                kv_cache_dtype=cache_dtype,
-                enforce_eager=True,
-                enable_prefix_caching=False,
-                max_model_len=limit,
-                max_num_batched_tokens=max(limit, 2048),
-                disable_log_stats=True,
-                **({"gpu_memory_utilization": SHARE} if torch.cuda.is_available() else {}),
-            )
+        return LLM(
+            model=str(info.path),
+            trust_remote_code=False,
+            dtype=dtype,
+            kv_cache_dtype=cache_dtype,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            max_model_len=limit,
+            max_num_batched_tokens=max(limit, 2048),
+            disable_log_stats=True,
+            **({"gpu_memory_utilization": SHARE} if torch.cuda.is_available() else {}),
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
 

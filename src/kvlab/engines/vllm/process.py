@@ -70,10 +70,8 @@ class Loaded:
         # is handed over would not be coded
         self.takes_prefixes = info.tensor_parallel == 1 and cache_dtype != CODED
         try:
-            with (
-                without(CACHE_SPACE),
-                chosen_by_vllm(),
-            ):  # on a CPU vLLM prefers the variable to what the engine is told
+            # on a CPU vLLM prefers the variable to what the engine is told
+            with without(CACHE_SPACE), chosen_by_vllm():
                 self.llm = LLM(
                     model=str(info.path),
                     trust_remote_code=False,
