@@ -102,7 +102,7 @@ def fitted(
         at: {layer: whitening.fit(moment, ridge) for layer, moment in found.items()} for at, found in sigma.items()
     }
     metrics = ErrorMetrics(info, observed.context)
-    fitting = Fitting(observed, whiteners["pre_rope"], metrics, ridge, whiteners["post_rope"])
+    fitting = Fitting(observed, whiteners["pre_rope"], metrics, ridge)
     components = _components(fitting, info, recipes)
     turned = {layer: fitting.turned(layer) for layer in _layers(info, "k")} if any(map(by_position, recipes)) else {}
     archive = fit_archive(observed, fitting, info) if asks_for_archive(recipes) else None

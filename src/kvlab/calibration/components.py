@@ -8,7 +8,8 @@ windows, quantiles from the sample that was kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,14 +20,14 @@ from tqdm import tqdm
 
 from kvlab.calibration.capture import Captured, WindowStatistics
 from kvlab.calibration.facts import header_facts
-from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.metrics import Angles, ErrorMetrics, rotary_angles
 from kvlab.calibration.moments import STREAMS
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.codecs.shared import components as klt
 from kvlab.codecs.shared.components import TINY, Components
 from kvlab.codecs.shared.metric import ridged
 from kvlab.codecs.shared.moments import Moments
-from kvlab.codecs.shared.turning import turned_about, turned_moments
+from kvlab.codecs.shared.turning import over_positions, turned_about, turned_moments
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core import memory
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite
@@ -35,6 +36,7 @@ from kvlab.core.params import Params
 from kvlab.core.records import atomic, file_hash, forget, to_header, write_json
 
 FIELDS = tuple(field.name for field in fields(Components))
+SERVED = 8192  # positions of a context that K after its rotary embedding is coded for, or all that the model has
 
 
 def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Path) -> None:
@@ -107,15 +109,12 @@ class Fitting:
         Of the model, at the context's length.
     ridge : float
         ``calibration.ridge``.
-    rotated : dict of int to Whitener
-        Sigma_q of the queries after their rotary embedding by layer, for K that is coded after it.
     """
 
     observed: WindowStatistics
     whiteners: dict[int, Whitener]
     metrics: ErrorMetrics
     ridge: float
-    rotated: dict[int, Whitener] = field(default_factory=dict)
 
     def sample(self, layer: int, stream: str) -> Tensor:
         """K or V of the windows that were kept, float32 [heads, sampled windows, context - 1, head_dim].
@@ -148,8 +147,10 @@ class Fitting:
     def turned(self, layer: int) -> Components:
         """Those of one layer's K after its rotary embedding, less its mean by position (`codecs.shared.turning`).
 
-        A rotated query meets the error of a rotated key as it is, so errors are weighed by Sigma_q of rotated queries,
-        each head by what its errors cost before the rotary embedding.
+        The windows are shorter than what is served, and pairs that turn slowly have hardly turned at their ends. So K
+        before its rotary embedding is taken to be alike at all positions, and turned by those of `SERVED`: the sample's
+        tokens by as many of them, evenly spread. A rotated query meets the error of a rotated key as it is, so errors
+        are weighed by Sigma_q turned by the same positions, each head by what its errors cost before.
 
         Raises
         ------
@@ -157,7 +158,7 @@ class Fitting:
             The rotary embedding turns a part of the head only.
         """
         moments, sample = self.observed.moments(layer, "k"), self.sample(layer, "k")
-        cos, sin = (part[1 : self.observed.context] for part in self.metrics.angles[layer])
+        cos, sin = (part[1:] for part in self.served[layer])
         if 2 * cos.shape[1] != sample.shape[-1]:
             raise CapabilityError(
                 f"the rotary embedding turns {2 * cos.shape[1]} of {sample.shape[-1]} dimensions of a head, and rotary:"
@@ -167,11 +168,17 @@ class Fitting:
         _, mean, _ = moments.pooled()
         mean = mean.reshape(len(sample), -1)
         coded = turned_moments(moments, len(sample), cos, sin)
-        form = ridged(ridged_sigma(self.rotated[layer]), self.ridge)
+        form = ridged(over_positions(ridged_sigma(self.whiteners[layer]), 1, cos, sin), self.ridge)
         metric = self._in_nats(layer, "k", form, coded)
-        return klt.fit_moments(
-            coded, turned_about(sample, mean.to(sample), cos, sin), metric, self.observed.first(layer, "k")
-        )
+        spread = torch.linspace(0, len(cos) - 1, sample.shape[-2]).long()
+        turned = turned_about(sample, mean.to(sample), cos[spread], sin[spread])
+        return klt.fit_moments(coded, turned, metric, self.observed.first(layer, "k"))
+
+    @cached_property
+    def served(self) -> list[Angles]:
+        """By layer, cos and sin at the positions of `SERVED`."""
+        info = self.metrics.info
+        return rotary_angles(info, min(info.max_positions, SERVED))
 
 
 def ridged_sigma(whitener: Whitener) -> Tensor:
