@@ -17,8 +17,9 @@ from kvlab.core.paramfile import read_yaml
 from kvlab.core.params import Params
 from kvlab.core.recipe import CODECS
 from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies.mechanisms.plan import modules
 from kvlab_pipeline.studies.processes import engines_of, units
-from kvlab_pipeline.studies.settings import by_model
+from kvlab_pipeline.studies.settings import Settings, by_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAKEMAKE = [sys.executable, "-m", "snakemake"]
@@ -175,6 +176,12 @@ def test_every_rule_that_runs_something_is_documented_logged_and_benchmarked(rul
         assert rule["benchmark"].startswith("results/benchmarks/"), name
         assert rule["mem_mb"] and rule["runtime"], name
         assert {"code", "cfg"} <= set(rule["params"]), name
+
+
+def test_what_measures_rows_again_is_given_what_it_reads(stages, params):
+    """Of which code the rows are, too: without it no row of any run is measured again, and none certified."""
+    given = Settings.partial(params.model_dump(mode="json", include={"model", *stages["gate"]["params"]}))
+    assert modules(given) == modules(params)
 
 
 @pytest.mark.nightly

@@ -183,6 +183,8 @@ KEYS_OF = STUDY_KEYS | {
     BASELINE: (*CODEC_KEYS, "windows", "baseline", "engines", "protocols", "gap"),
     MECHANISMS: ("model", "calibration", "codec", "engines", "mechanisms", "jobs"),
 }
+# What measures the gate's rows again: it says which code that is, and the studied recipe's is part of it.
+REPLAYED_KEYS = ("studies", *KEYS_OF[MECHANISMS], "bits", "v_bits")
 FURTHER = wanted_further(PARAMS)  # what of the ladder no cell can ask for
 UNITS = units(PARAMS)
 for slug, params in MODELS.items():

@@ -61,11 +61,8 @@ rule gate_report:
         runtime=60,
     params:
         code=Code("kvlab_pipeline.gate_page.page", "kvlab_pipeline.replay"),
-        cfg=parameters(*measured_keys([MECHANISMS])),
-        replay=[
-            Cfg(MODELS[slug].model_dump(mode="json", include=set(measured_keys([MECHANISMS]))))
-            for slug in JUDGED
-        ],
+        cfg=parameters(*REPLAYED_KEYS),
+        replay=[Cfg(MODELS[slug].model_dump(mode="json", include=set(REPLAYED_KEYS))) for slug in JUDGED],
         told=DISCLOSURES,
     message:
         "gate: {output.page}"
