@@ -19,6 +19,7 @@ from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.codec import KltCodec
 from kvlab.codecs.noise import NoiseStream
+from kvlab.codecs.shared.turning import RUN
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StorageError
 from kvlab.core.filekind import is_calibration_file
 from kvlab.core.recipe import Recipe, digest
@@ -162,6 +163,16 @@ def test_another_header_is_refused(klt4, info, changes, error, code, data):
     rewritten(klt4, **changes)
     with refused(error, code, klt4, *data):
         load_calibration(klt4, info)
+
+
+def test_k_that_was_turned_by_other_runs_is_refused(calibrated, info, tmp_path):
+    """As files of before runs were, which name none."""
+    turned = replace(calibrated, turned=calibrated.components["k"])
+    path = write_calibration(tmp_path / "a.kv", recipe("klt", bits=4, rotary="after"), turned, info)
+    assert load_calibration(path, info).turned
+    rewritten(path, run=None)
+    with refused(CalibrationMismatch, "calibration.other-run", path, f"runs of {RUN}", "kvlab calibrate"):
+        load_calibration(path, info)
 
 
 def test_another_model_is_refused_by_both_shapes(klt4, info):

@@ -30,7 +30,7 @@ from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import Recipe
 from refusals import refused
 
-TEXT = torch.randint(1, 320, (1, 96), generator=torch.Generator().manual_seed(9))
+TEXT = torch.randint(1, 320, (1, 160), generator=torch.Generator().manual_seed(9))
 
 
 def recipe(bits=3, **ends) -> Recipe:
@@ -44,7 +44,7 @@ ENDS = {"bare": {}, "recent": {"recent": 4}, "sink": {"sink": 2}, "both": {"sink
 @pytest.fixture(scope="module")
 def rotation(model) -> Rotation:
     rotary = find_rotary(model, HEAD_DIM)
-    return Rotation(turns(rotary, 0, torch.arange(128)[None], torch.empty(0))[0].table)
+    return Rotation(turns(rotary, 0, torch.arange(192)[None], torch.empty(0))[0].table)
 
 
 class Fitted:
@@ -124,7 +124,7 @@ def cut(ids, cuts):
 
 
 @pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("cuts", [[1] * 14, [9, 1, 1, 1, 5, 1, 11, 1], [40, 1], [2, 35, 1]], ids=str)
+@pytest.mark.parametrize("cuts", [[1] * 14, [9, 1, 1, 1, 5, 1, 11, 1], [130, 1, 9, 1], [2, 35, 1]], ids=str)
 def test_a_cache_answers_as_its_definition(model, fitted, rotation, ends, cuts):
     mine = recipe(**ENDS[ends])
     cache, due = KVCache(model, mine, fitted), Definition(model, mine, fitted, rotation)
@@ -178,7 +178,7 @@ def test_a_mask_of_ones_own_is_kept_to(model, fitted):
     for own in (cache, plain):
         logits(model, own, TEXT[:, :20])
     got, due = (logits(model, own, TEXT[:, 20:21], attention_mask=mask) for own in (cache, plain))
-    torch.testing.assert_close(got, due, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(got, due, atol=0.1, rtol=0.05)
     assert not torch.equal(got, due)  # what was coded is read
 
 

@@ -13,15 +13,15 @@ from kvlab import recipe
 from kvlab.calibration import load as calibration
 from kvlab.calibration.calibrate import calibrate, fitted
 from kvlab.calibration.capture import Captured, capture, observe, sample_of
-from kvlab.calibration.components import SERVED, ridged_sigma
-from kvlab.calibration.metrics import rotary_angles
+from kvlab.calibration.components import ridged_sigma
+from kvlab.calibration.metrics import ErrorMetrics, rotary_angles
 from kvlab.calibration.moments import names
 from kvlab.calibration.sigma import second_moment
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.shared.grouping import joined
 from kvlab.codecs.shared.metric import ridged
-from kvlab.codecs.shared.turning import over_positions
+from kvlab.codecs.shared.turning import RUN, over_positions
 from kvlab.core.errors import NonFinite, UserError
 from kvlab.core.model import resolve
 from kvlab.core.recipe import IDENTITY, Recipe
@@ -155,7 +155,7 @@ def test_only_what_a_recipe_reads_is_fitted(tiny_params, tiny_calibration, hf_en
 
 
 def test_k_after_its_rotary_embedding_has_components_of_its_own(tiny_params, tiny_calibration, hf_engine):
-    """About the same means; covariance and metric turned over the positions that are served, not the windows' own."""
+    """About the same means; covariance and metric turned over the positions of a run, not the windows' own."""
     captured = Captured(tiny_calibration["capture"], hf_engine.info.model_hash)
     recipes = [recipe("klt", 3), recipe("klt", 3, rotary="after")]
     both, alone = fitted(captured, hf_engine.info, recipes), fitted(captured, hf_engine.info, recipes[1:])
@@ -163,12 +163,11 @@ def test_k_after_its_rotary_embedding_has_components_of_its_own(tiny_params, tin
     for layer in range(3):
         before, after = both.components["k"][layer], both.turned[layer]
         assert torch.equal(after.mean, before.mean) and torch.equal(after.sink, before.sink)
-        info = hf_engine.info
-        cos, sin = (part[1:] for part in rotary_angles(info, min(info.max_positions, SERVED))[layer])
+        cos, sin = rotary_angles(hf_engine.info, RUN)[layer]
         due = over_positions(before.covariance.double(), 2, cos, sin).float()
         torch.testing.assert_close(after.covariance, due, rtol=1e-4, atol=1e-5)
-        sigma = over_positions(ridged_sigma(both.whiteners[layer]), 1, cos, sin)
-        form = ridged(sigma, tiny_params.calibration.ridge)
+        seen = ErrorMetrics(hf_engine.info, captured.context).k(layer, ridged_sigma(both.whiteners[layer]))
+        form = ridged(over_positions(seen, 1, cos, sin), tiny_params.calibration.ridge)
         size = after.head_metric.diagonal(dim1=-2, dim2=-1) / form.diagonal(dim1=-2, dim2=-1)
         torch.testing.assert_close(size, size[:, :1].expand_as(size), rtol=1e-3, atol=0)
     for one in (both, alone):

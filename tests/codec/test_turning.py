@@ -9,7 +9,7 @@ from kvlab.cache.pages.rope import MeanByPosition, Rotation
 from kvlab.codecs.shared.grouping import joined
 from kvlab.codecs.shared.metric import rotated
 from kvlab.codecs.shared.moments import Moments
-from kvlab.codecs.shared.turning import over_positions, turned_about, turned_moments
+from kvlab.codecs.shared.turning import RUN, over_positions, turned_about, turned_moments
 
 HEADS, DIM, POSITIONS = 4, 6, 9
 ANGLE = torch.arange(POSITIONS, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
@@ -50,10 +50,16 @@ def test_moments_are_those_of_what_is_coded_where_k_is_alike_at_all_positions(gr
     torch.testing.assert_close(found.scatter * POSITIONS, due.scatter)
 
 
-def test_pages_take_the_mean_off_as_the_calibration_does():
-    k, mean = some(HEADS, POSITIONS, DIM).float() + 3, some(HEADS, DIM, seed=1).float()
-    turn = MeanByPosition(Rotation(torch.cat((COS, SIN), dim=1)), mean)
-    positions, seen = torch.arange(POSITIONS), rotated(k, COS.float(), SIN.float())
-    torch.testing.assert_close(turn.undo(seen, positions), turned_about(k, mean, COS.float(), SIN.float()))
-    torch.testing.assert_close(turn.redo(turn.undo(seen, positions), positions), seen)
-    assert torch.equal(turn.undo(seen, positions)[:, 0], k[:, 0])  # of a text's first token nothing is turned
+@pytest.mark.parametrize("scale", [1.0, 1.3], ids=["plain", "attention-scaling"])
+def test_pages_take_the_mean_off_as_the_calibration_does(scale):
+    """And turn what is left by how far a token is into its run; the third run is not full."""
+    tokens = 2 * RUN + 9
+    angle = torch.arange(tokens)[:, None] * ANGLE[1].float()
+    k, mean = some(HEADS, tokens, DIM).float() + 3, some(HEADS, DIM, seed=1).float()
+    turn = MeanByPosition(Rotation(scale * torch.cat((angle.cos(), angle.sin()), dim=1)), mean)
+    positions, seen = torch.arange(tokens), scale * rotated(k, angle.cos(), angle.sin())
+    into = angle[positions % RUN]
+    coded = turn.undo(seen, positions)
+    torch.testing.assert_close(coded, turned_about(k, mean, into.cos(), into.sin()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(turn.redo(coded, positions), seen)
+    torch.testing.assert_close(coded[:, ::RUN], k[:, ::RUN])  # of a run's first token nothing is turned

@@ -27,7 +27,7 @@ from kvlab.codecs.shared import components as klt
 from kvlab.codecs.shared.components import TINY, Components
 from kvlab.codecs.shared.metric import ridged
 from kvlab.codecs.shared.moments import Moments
-from kvlab.codecs.shared.turning import over_positions, turned_about, turned_moments
+from kvlab.codecs.shared.turning import RUN, over_positions, turned_about, turned_moments
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core import memory
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite
@@ -36,7 +36,6 @@ from kvlab.core.params import Params
 from kvlab.core.records import atomic, file_hash, forget, to_header, write_json
 
 FIELDS = tuple(field.name for field in fields(Components))
-SERVED = 8192  # positions of a context that K after its rotary embedding is coded for, or all that the model has
 
 
 def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Path) -> None:
@@ -147,10 +146,8 @@ class Fitting:
     def turned(self, layer: int) -> Components:
         """Those of one layer's K after its rotary embedding, less its mean by position (`codecs.shared.turning`).
 
-        The windows are shorter than what is served, and pairs that turn slowly have hardly turned at their ends. So K
-        before its rotary embedding is taken to be alike at all positions, and turned by those of `SERVED`: the sample's
-        tokens by as many of them, evenly spread. A rotated query meets the error of a rotated key as it is, so errors
-        are weighed by Sigma_q turned by the same positions, each head by what its errors cost before.
+        K before its rotary embedding is taken to be alike at all positions, and turned by those of a run, and so is
+        what its errors are weighed by; each head's errors cost what they cost before.
 
         Raises
         ------
@@ -158,7 +155,7 @@ class Fitting:
             The rotary embedding turns a part of the head only.
         """
         moments, sample = self.observed.moments(layer, "k"), self.sample(layer, "k")
-        cos, sin = (part[1:] for part in self.served[layer])
+        cos, sin = self.run[layer]
         if 2 * cos.shape[1] != sample.shape[-1]:
             raise CapabilityError(
                 f"the rotary embedding turns {2 * cos.shape[1]} of {sample.shape[-1]} dimensions of a head, and rotary:"
@@ -168,17 +165,17 @@ class Fitting:
         _, mean, _ = moments.pooled()
         mean = mean.reshape(len(sample), -1)
         coded = turned_moments(moments, len(sample), cos, sin)
-        form = ridged(over_positions(ridged_sigma(self.whiteners[layer]), 1, cos, sin), self.ridge)
-        metric = self._in_nats(layer, "k", form, coded)
-        spread = torch.linspace(0, len(cos) - 1, sample.shape[-2]).long()
-        turned = turned_about(sample, mean.to(sample), cos[spread], sin[spread])
+        form = over_positions(self.metrics.k(layer, ridged_sigma(self.whiteners[layer])), 1, cos, sin)
+        metric = self._in_nats(layer, "k", ridged(form, self.ridge), coded)
+        own = torch.arange(1, sample.shape[-2] + 1) % RUN
+        turned = turned_about(sample, mean.to(sample), cos[own], sin[own])
         return klt.fit_moments(coded, turned, metric, self.observed.first(layer, "k"))
 
     @cached_property
-    def served(self) -> list[Angles]:
-        """By layer, cos and sin at the positions of `SERVED`."""
-        info = self.metrics.info
-        return rotary_angles(info, min(info.max_positions, SERVED))
+    def run(self) -> list[Angles]:
+        """By layer, cos and sin of a run's positions, without what some embeddings scale attention by."""
+        turns = rotary_angles(self.metrics.info, RUN)
+        return [(cos / torch.hypot(cos, sin), sin / torch.hypot(cos, sin)) for cos, sin in turns]
 
 
 def ridged_sigma(whitener: Whitener) -> Tensor:

@@ -112,7 +112,7 @@ def test_an_answer_does_not_hang_on_who_else_is_served():
 def fitted() -> Fitted:
     model = tiny_llama("cpu")
     rotary = find_rotary(model, HEAD_DIM)
-    return Fitted(model, Rotation(turns(rotary, 0, torch.arange(128)[None], torch.empty(0))[0].table))
+    return Fitted(model, Rotation(turns(rotary, 0, torch.arange(192)[None], torch.empty(0))[0].table))
 
 
 def answered(cache: KVCache, model: LlamaForCausalLM, cuts: list[int]) -> torch.Tensor:
@@ -122,7 +122,7 @@ def answered(cache: KVCache, model: LlamaForCausalLM, cuts: list[int]) -> torch.
     return found
 
 
-@pytest.mark.parametrize(("ends", "cuts"), [("bare", [40, 1, 1]), ("both", [9, 1, 1, 5, 1, 1])])
+@pytest.mark.parametrize(("ends", "cuts"), [("bare", [130, 1, 1]), ("both", [9, 1, 1, 5, 1, 1])])
 def test_a_cache_answers_as_torch_alone_does_on_a_cpu(fitted, monkeypatch, ends, cuts):
     mine, model = recipe(bits=4, **ENDS[ends]), tiny_llama(DEVICE)
     cache = KVCache(model, mine, fitted)

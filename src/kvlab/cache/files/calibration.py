@@ -31,11 +31,12 @@ from kvlab.cache.files.decoder_form import STREAMS, completed, decoding_tensors,
 from kvlab.calibration import whole
 from kvlab.calibration.archive import Archive, filed
 from kvlab.calibration.load import Calibrated
-from kvlab.calibration.needs import coded_by, reads
+from kvlab.calibration.needs import by_position, coded_by, reads
 from kvlab.codecs.base import StreamCalibration
 from kvlab.codecs.klt.synthesis import Decoding
 from kvlab.codecs.registry import fit_class
 from kvlab.codecs.shared.components import Components
+from kvlab.codecs.shared.turning import RUN
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.codec_settings import Frozen
 from kvlab.core.errors import CalibrationMismatch, StorageError
@@ -84,6 +85,8 @@ class Header(Frozen):
         file of it.
     form : {"whole", "decoder"}
         Whether all that the recipe reads is there, or what decodes alone.
+    run : int or None
+        `turning.RUN`, where K is coded after its rotary embedding less its mean by position.
     """
 
     recipe: Recipe
@@ -97,6 +100,7 @@ class Header(Frozen):
     tensors: dict[str, str]
     calibration_hash: str
     form: Literal["whole", "decoder"] = "whole"
+    run: int | None = None
 
     @property
     def identity(self) -> str:
@@ -168,8 +172,10 @@ def write_calibration(
         tensors=marks,
         calibration_hash=calibration_hash,
         form="decoder" if decoder else "whole",
+        run=RUN if by_position(recipe) else None,
     )
-    said = header.model_dump(mode="json", exclude=set() if decoder else {"form"})
+    usual = {name for name in ("form", "run") if getattr(header, name) == Header.model_fields[name].default}
+    said = header.model_dump(mode="json", exclude=usual)
     path = Path(path).absolute()
     with atomic(path) as temporary:
         save_file(tensors, temporary, to_header({"format": FORMAT, "version": VERSION, "digest": digest(said)} | said))
@@ -240,6 +246,11 @@ def load_calibration(path: Path | str, info: ModelInfo, identity: str | None = N
         raise CalibrationMismatch(
             f"{path} was calibrated for model {_said(header.model)}; this is model {_said(own)}; calibrate this model",
             code="calibration.other-model",
+        )
+    if by_position(header.recipe) and header.run != RUN:
+        raise CalibrationMismatch(
+            f"{path} has K turned by all of its position, and this kvlab turns it by runs of {RUN}; {AGAIN}",
+            code="calibration.other-run",
         )
     if not tensors:
         return None

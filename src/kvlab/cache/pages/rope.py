@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from kvlab.cache.rope_turn import RopeTurn, apply_rope, refuse_lossy, undo_rope
 from kvlab.codecs.shared.seeding import generator
+from kvlab.codecs.shared.turning import RUN
 from kvlab.core.errors import CapabilityError
 
 BEYOND = 15  # zeros after the last position: loops read whole vectors of sixteen
@@ -85,7 +86,7 @@ class Unturned:
 
 
 class MeanByPosition:
-    """K is coded after its rotary embedding, and its mean taken off by position; see `codecs.shared.turning`.
+    """K is coded after its rotary embedding of a run, its mean taken off by position; see `codecs.shared.turning`.
 
     Parameters
     ----------
@@ -103,15 +104,20 @@ class MeanByPosition:
 
     def undo(self, k: Tensor, positions: Tensor) -> Tensor:
         """K [heads, n, head_dim] as attention sees it, as it is coded, float32; `positions` are int64 [n]."""
-        return k.float() - self._apart(positions)
+        return self.rotation.undo(k.float() - self._turned(positions), self._begun(positions)) + self.mean
 
     def redo(self, k: Tensor, positions: Tensor) -> Tensor:
         """The way back."""
-        return k + self._apart(positions)
+        return self.rotation.redo(k - self.mean, self._begun(positions)) + self._turned(positions)
 
-    def _apart(self, positions: Tensor) -> Tensor:
-        """From the mean to where it is turned to, float32 [heads, n, head_dim]."""
-        return self.rotation.redo(self.mean.expand(-1, len(positions), -1), positions) - self.mean
+    def _turned(self, positions: Tensor) -> Tensor:
+        """The mean at positions, float32 [heads, n, head_dim]."""
+        return self.rotation.redo(self.mean.expand(-1, len(positions), -1), positions)
+
+    @staticmethod
+    def _begun(positions: Tensor) -> Tensor:
+        """Where the runs of positions begin."""
+        return positions - positions % RUN
 
 
 def rotation_of(attention: nn.Module, head_dim: int) -> Rotation:

@@ -13,17 +13,17 @@ import triton.language as tl
 
 @triton.jit
 def bounds(ends, part, sequence, n):
-    """Where the tokens begin that a sequence reads coded, and where those of one of its parts begin and end."""
-    before, size = tl.load(ends + sequence), tl.load(ends + 2 * n + sequence)
-    begin = before + part * size
-    return before, begin, tl.minimum(begin + size, tl.load(ends + n + sequence))
+    """Where the first part of a sequence begins, where one of its parts begins and ends, and its first coded token."""
+    origin, size = tl.load(ends + sequence), tl.load(ends + 2 * n + sequence)
+    begin = origin + part * size
+    return origin, begin, tl.minimum(begin + size, tl.load(ends + n + sequence)), tl.load(ends + 3 * n + sequence)
 
 
 @triton.jit
-def places(start, end, rows, blocks, block_size, row_bytes, TILE: tl.constexpr):
-    """Positions from `start` on, which of them are below `end`, and their rows; those beyond have some row."""
+def places(start, first, end, rows, blocks, block_size, row_bytes, TILE: tl.constexpr):
+    """Positions from `start` on, which of them are `first` to `end` - 1, and their rows; the others have some row."""
     position = start + tl.arange(0, TILE)
-    there = position < end
+    there = (position >= first) & (position < end)
     block = tl.load(blocks + position // block_size, mask=there, other=0)
     return position, there, rows + (block.to(tl.int64) * block_size + position % block_size) * row_bytes
 
@@ -49,8 +49,9 @@ def components(row, digits, many, first, values, LANES: tl.constexpr, CHUNK: tl.
 def score_kernel(
     rows,  # uint8 [slots, row_bytes]
     blocks,  # int32 [n, most]
-    ends,  # int32 [3, n]
-    queries,  # float32 [kv_heads, n * PER, LANES + HEAD_DIM + 1]
+    ends,  # int32 [4, n]
+    lines,  # float32 [runs, kv_heads, n * PER, LANES + 2]
+    by_turn,  # float32 [kv_heads, n * PER, HEAD_DIM]
     turns,  # float32 [positions, HEAD_DIM]
     digits,
     many,
@@ -71,41 +72,41 @@ def score_kernel(
     TURNS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """Scores of the queries of one sequence and group at one part of its tokens."""
     part, group, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     parts, groups, n = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
-    before, begin, end = bounds(ends, part, sequence, n)
+    origin, begin, end, first_coded = bounds(ends, part, sequence, n)
     if begin >= end:
         return
     row, lane, pair = tl.arange(0, ROWS), tl.arange(0, CHUNK), tl.arange(0, TURNS)
     real = (row < IN_GROUP * PER)[:, None]
     head = group * IN_GROUP + row // PER
-    query = queries + ((head * n + sequence) * PER + row % PER)[:, None] * (LANES + HEAD_DIM + 1)
-    largest = tl.full([ROWS], 1e-30, tl.float32)  # so that no query leaves what a float16 holds
-    for chunk in range(0, LANES, CHUNK):
-        lines = tl.load(query + chunk + lane[None, :], mask=real, other=0.0)
-        largest = tl.maximum(largest, tl.max(tl.abs(lines), 1))
-    less = 1 / largest
-    by_turn = tl.load(query + LANES + pair[None, :], mask=real & (pair < HEAD_DIM)[None, :], other=0.0)
-    constant = tl.load(query + LANES + HEAD_DIM, mask=real, other=0.0)
+    query = ((head * n + sequence) * PER + row % PER)[:, None]
+    of_mean = tl.load(by_turn + query * HEAD_DIM + pair, mask=real & (pair < HEAD_DIM)[None, :], other=0.0)
+    of_run = groups * IN_GROUP * n * PER  # queries
     own, own_first = digits + group * DEPTH * 4 * LANES, first + group * LANES
     top = tl.full([ROWS], float("-inf"), tl.float32)
     to = scores + ((sequence * groups + group) * ROWS + row)[:, None] * room
     for start in range(begin, end, TILE):
-        position, there, at = places(start, end, rows, blocks + sequence * most, block_size, row_bytes, TILE)
+        own_blocks = blocks + sequence * most
+        position, there, at = places(start, first_coded, end, rows, own_blocks, block_size, row_bytes, TILE)
         known = there[None, :] & (pair < HEAD_DIM)[:, None]
         turn = tl.load(turns + position[None, :] * HEAD_DIM + pair[:, None], mask=known, other=0.0)
+        absorbed = lines + (start // RUN * of_run.to(tl.int64) + query) * (LANES + 2)
+        constant = tl.load(absorbed + LANES, mask=real, other=0.0)
+        largest = tl.load(absorbed + LANES + 1, mask=real, other=1.0)
         # as exact as float32: the mean may be far larger than what is about it
-        found = tl.dot(by_turn, turn, input_precision="tf32x3") + constant
+        found = tl.dot(of_mean, turn, input_precision="tf32x3") + constant
         for chunk in range(0, LANES, CHUNK):
-            lines = tl.load(query + chunk + lane[None, :], mask=real, other=0.0)
+            of_lanes = tl.load(absorbed + chunk + lane[None, :], mask=real, other=0.0)
             of_chunk = many + (group * LANES + chunk) // CHUNK
             z = components(at, own + chunk, of_chunk, own_first + chunk, values, LANES, CHUNK)
-            found += tl.dot((lines * less[:, None]).to(tl.float16), tl.trans(z)) * largest[:, None]
+            found += tl.dot(of_lanes.to(tl.float16), tl.trans(z)) * largest
         found = tl.where(there[None, :], found, float("-inf"))
         top = tl.maximum(top, tl.max(found, 1))
-        tl.store(to + (position - before)[None, :], found, mask=real & there[None, :])
+        tl.store(to + (position - origin)[None, :], found, mask=real & there[None, :])
     tl.store(seen + ((sequence * groups + group) * parts + part) * ROWS + row, top)
 
 
@@ -113,7 +114,7 @@ def score_kernel(
 def sum_kernel(
     rows,  # uint8 [slots, row_bytes]
     blocks,  # int32 [n, most]
-    ends,  # int32 [3, n]
+    ends,  # int32 [4, n]
     digits,
     many,
     first,
@@ -136,7 +137,7 @@ def sum_kernel(
     chunk, group, sequence = tl.program_id(0) % (LANES // CHUNK), tl.program_id(1), tl.program_id(2).to(tl.int64)
     part, parts = tl.program_id(0) // (LANES // CHUNK), tl.num_programs(0) // (LANES // CHUNK)
     groups, n = tl.num_programs(1), tl.num_programs(2)
-    before, begin, end = bounds(ends, part, sequence, n)
+    origin, begin, end, first_coded = bounds(ends, part, sequence, n)
     if begin >= end:
         return
     row, lane = tl.arange(0, ROWS), tl.arange(0, CHUNK)
@@ -147,8 +148,9 @@ def sum_kernel(
     weight, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, CHUNK], tl.float32)
     at_scores = scores + ((sequence * groups + group) * ROWS + row)[:, None] * room
     for start in range(begin, end, TILE):
-        position, there, at = places(start, end, rows, blocks + sequence * most, block_size, row_bytes, TILE)
-        found = tl.load(at_scores + (position - before)[None, :], mask=there[None, :], other=float("-inf"))
+        own_blocks = blocks + sequence * most
+        position, there, at = places(start, first_coded, end, rows, own_blocks, block_size, row_bytes, TILE)
+        found = tl.load(at_scores + (position - origin)[None, :], mask=there[None, :], other=float("-inf"))
         powers = tl.exp(found - top[:, None])
         z = components(at + v_first, own, of_chunk, own_first, values, LANES, CHUNK)
         total += tl.dot(powers.to(tl.float16), z)
@@ -160,7 +162,7 @@ def sum_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def join_kernel(
-    ends,  # int32 [3, n]
+    ends,  # int32 [4, n]
     seen,  # float32 [2, n, groups, parts, ROWS]
     sums,  # float32 [n, groups, parts, ROWS, LANES]
     totals,  # float32 [kv_heads, n * PER, LANES]

@@ -1,10 +1,11 @@
 """Serving from rows of `klt` without escapes whose K was coded after its rotary embedding, compiled by numba.
 
-A key at position t is R_t mean + z inverse, and its score q . R_t mean + (inverse q) . z: what stands between K's
-components and a score is the same for all tokens, so it goes into the query, once for each. No key is made. A token
-costs its bytes made components, and a dot product over those of them that have bits; the mean's part is a sum over
-pairs of dimensions, of the position's cosine and sine times what the query makes of the mean. V's components are summed
-by weight, and what makes values of them comes after the sum, once for each query.
+A key at position t, of a run that begins at b, is R_t mean + R_b z inverse, and its score q . R_t mean + (inverse R_-b
+q) . z: what stands between K's components and a score is the same for all tokens of a run, so it goes into the query,
+once for each run. No key is made. A token costs its bytes made components, and a dot product over those of them that
+have bits; the mean's part is a sum over pairs of dimensions, of the position's cosine and sine times what the query
+makes of the mean. V's components are summed by weight, and what makes values of them comes after the sum, once for each
+query.
 
 Torch's meaning of it is in `codecs.shared.turning` and `codecs.klt.synthesis`. Where numba is not installed, nothing
 imports this module.
@@ -29,6 +30,7 @@ from kvlab.codecs.klt.writing_numba import places_of
 from kvlab.codecs.shared.lanes_numba import LANES
 from kvlab.codecs.shared.lines_numba import add_lines, products
 from kvlab.codecs.shared.softmax_numba import add_exact, as_numbers, store, widen
+from kvlab.codecs.shared.turning import RUN
 
 NO_SINGLES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), np.bool_)
 NO_PLACES = (np.empty(0, np.int64),) * 3
@@ -134,22 +136,45 @@ def _tile(rows, slots, first, bytes, a, room, wide, z):
 
 
 @compiled
-def _absorb(q, heads, a, way, matrix, lines, turned, constant):
-    """What K's components, cosines and sines, and a constant count for in the scores of queries [rows, head_dim].
+def _mean_of(q, heads, way, turned):
+    """What cosines and sines count for in the scores of queries [rows, head_dim]: K's mean."""
+    per, half, mean = heads // len(way.mean), q.shape[1] // 2, way.mean.reshape(-1)
+    of_one = per * q.shape[1] // way.mean.shape[1]
+    for row in range(len(q)):
+        own = mean[row % heads // of_one * 2 * half :]
+        for at in range(half):
+            x, y = q[row, at], q[row, half + at]
+            turned[row, at] = x * own[at] + y * own[half + at]
+            turned[row, half + at] = y * own[at] - x * own[half + at]
+
+
+@compiled
+def _turned_back(q, cos, sin, position, out):
+    """Queries [rows, head_dim] as those of a run's components, which begins at a position."""
+    half, c, s = len(cos), cos[:, position].copy(), sin[:, position].copy()  # neighbours of a column lie far apart
+    for row in range(len(q)):
+        own, x, y = out[row], q[row, :half], q[row, half:]
+        for at in range(half):
+            own[at] = x[at] * c[at] + y[at] * s[at]
+            own[half + at] = y[at] * c[at] - x[at] * s[at]
+
+
+@compiled
+def _absorb(q, heads, a, way, matrix, lines, constant):
+    """What K's components and a constant count for in the scores of queries [rows, head_dim], `_turned_back`.
 
     `matrix` holds the rows of K's that belong to components with bits, less its columns' factors.
     """
     groups, width = way.mean.shape
     head_dim, per = q.shape[1], heads // groups
-    of_one, half = per * head_dim // width, head_dim // 2
+    of_one = per * head_dim // width
     three, found = np.zeros((3, head_dim), np.float32), np.empty((3, len(matrix)), np.float32)
     for group in range(groups):
         low, high = first_of(group, a), first_of(group + 1, a)
         for query in range(group * per, len(q), heads):
             for head in range(0, per, of_one):
                 first = head // of_one * head_dim
-                column, mean = way.column[group, first : first + head_dim], way.mean[group, first : first + head_dim]
-                rest = way.shift[group, first : first + head_dim]
+                column, rest = way.column[group, first : first + head_dim], way.shift[group, first : first + head_dim]
                 for begin in range(query + head, query + head + of_one, 3):
                     several = min(3, query + head + of_one - begin)
                     for more in range(several):
@@ -163,10 +188,6 @@ def _absorb(q, heads, a, way, matrix, lines, turned, constant):
                         for at in range(head_dim):
                             total += q[row, at] * rest[at]
                         constant[row] = total
-                        for at in range(half):
-                            x, y = q[row, at], q[row, half + at]
-                            turned[row, at] = x * mean[at] + y * mean[half + at]
-                            turned[row, half + at] = y * mean[at] - x * mean[half + at]
 
 
 @compiled
@@ -221,22 +242,34 @@ def attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen
                 own[row, at] *= float32(scale)
         top, weight, total = seen.top[mine], seen.weight[mine], seen.sum[mine]
         lines, turned = np.empty((count, len(matrix)), np.float32), np.empty((count, 2 * half), np.float32)
-        constant = np.empty(count, np.float32)
+        constant, back = np.empty(count, np.float32), np.empty_like(own)
         scores = np.zeros((count + 2, TILE), np.float32)  # `products` takes three rows at once
-        _absorb(own, heads, ka, kw, matrix, lines, turned, constant)
-        for start in range(0, tokens, TILE):
-            now, at = slots[begin + start : begin + min(start + TILE, tokens)], position + start
+        _mean_of(own, heads, kw, turned)
+        start = 0
+        while start < tokens:
+            at = position + start
+            now = slots[begin + start : begin + min(tokens, start + TILE - at % TILE)]  # so that runs begin alike
+            start += len(now)
             wide = (len(now) + LANES - 1) // LANES * LANES  # whole vectors; what is after the tokens weighs nothing
             _tile(rows, now, 0, k_bytes, ka, columns, wide, z)
-            for row in range(count):
-                scores[row, :wide] = constant[row]
-            for group in range(groups):
-                low, high = first_of(group, ka), first_of(group + 1, ka)
-                for one in range(group * per, count, heads):
-                    own_scores = scores[one : one + per, :wide]
-                    add_lines(lines[one : one + per, : high - low], z[low:high], 0, own_scores)
-                    add_lines(turned[one : one + per, :half], cos, at, own_scores)
-                    add_lines(turned[one : one + per, half:], sin, at, own_scores)
+            column = 0
+            while column < len(now):
+                begun = (at + column) // RUN * RUN
+                if column == 0 or begun == at + column:
+                    _turned_back(own, cos, sin, begun, back)
+                    _absorb(back, heads, ka, kw, matrix, lines, constant)
+                end = begun + RUN - at
+                end = end if end < len(now) else wide
+                for row in range(count):
+                    scores[row, column:end] = constant[row]
+                for group in range(groups):
+                    low, high = first_of(group, ka), first_of(group + 1, ka)
+                    for one in range(group * per, count, heads):
+                        own_scores = scores[one : one + per, column:end]
+                        add_lines(lines[one : one + per, : high - low], z[low:high], column, own_scores)
+                        add_lines(turned[one : one + per, :half], cos, at + column, own_scores)
+                        add_lines(turned[one : one + per, half:], sin, at + column, own_scores)
+                column = end
             for row in range(count):
                 out = scores[row, :wide]
                 known = min(max(until[query + row // heads] - at, 0), len(now))
@@ -367,23 +400,54 @@ class ServedWriter:
 
 
 @compiled
-def _components(x, a, way, apart, matrix, z):
-    """Components with bits of tokens [n, heads, head_dim], float32 or bfloat16 as its bits, less their mean.
-
-    `apart` is what else is taken off, float32 [n, heads * head_dim]. Into float32 [n, active]. Whether all are finite.
-    """
+def _less_mean(x, way):
+    """Tokens [n, heads, head_dim], float32 or bfloat16 as its bits, less their mean, as numbers."""
     tokens, heads, head_dim = x.shape
-    groups, width = way.mean.shape
-    flat, one = np.zeros((groups, tokens + 2, width), np.float32), np.empty(head_dim, np.float32)
-    ints, found = one.view(np.int32), np.empty((3, len(matrix)), np.float32)
-    column, mean = way.column.reshape(-1), way.mean.reshape(-1)
+    mean, found = way.mean.reshape((heads, head_dim)), np.empty(x.shape, np.float32)
     for token in range(tokens):
         for head in range(heads):
-            first, own = head * head_dim, flat[head * head_dim // width, token]
-            widen(x[token, head], one, ints)
+            own = found[token, head]
+            widen(x[token, head], own, own.view(np.int32))
             for at in range(head_dim):
-                less = one[at] - mean[first + at] - apart[token, first + at]
-                own[first % width + at] = less * column[first + at]
+                own[at] -= mean[head, at]
+    return found
+
+
+@compiled
+def _less_turned_mean(x, way, cos, sin, positions):
+    """The same of K after its rotary embedding: less its mean of the position, and turned back to its run's."""
+    tokens, heads, head_dim = x.shape
+    half, mean, found = head_dim // 2, way.mean.reshape((heads, head_dim)), np.empty(x.shape, np.float32)
+    for token in range(tokens):
+        position = positions[token]
+        c, s, begun = cos[position], sin[position], position - position % RUN
+        c_back, s_back = cos[begun], sin[begun]
+        for head in range(heads):
+            own, m = found[token, head], mean[head]
+            widen(x[token, head], own, own.view(np.int32))
+            for at in range(half):
+                a = own[at] - (m[at] * c[at] - m[half + at] * s[at])
+                b = own[half + at] - (m[half + at] * c[at] + m[at] * s[at])
+                size = c_back[at] * c_back[at] + s_back[at] * s_back[at]
+                own[at] = (a * c_back[at] + b * s_back[at]) / size
+                own[half + at] = (b * c_back[at] - a * s_back[at]) / size
+    return found
+
+
+@compiled
+def _components(x, a, way, matrix, z):
+    """Components with bits of tokens less their mean [n, heads, head_dim], into float32 [n, active].
+
+    Whether all are finite.
+    """
+    tokens = len(x)
+    groups, width = way.mean.shape
+    flat, found = np.zeros((groups, tokens + 2, width), np.float32), np.empty((3, len(matrix)), np.float32)
+    for token in range(tokens):
+        own = x[token].reshape((groups, width))
+        for group in range(groups):
+            for at in range(width):
+                flat[group, token, at] = own[group, at] * way.column[group, at]
     matrix_of(way.halves, way.row, a.component, matrix)
     wrong = 0
     for group in range(groups):
@@ -427,18 +491,9 @@ def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, roo
     """See `ServedWriter`; both streams are made components before a byte is written."""
     (ka, kw), (va, vw) = tables_of(k_tables), tables_of(v_tables)
     matrix, _, columns = parts_of(room, ka, va, kw.mean.shape[1])
-    tokens, half, mean = len(k), cos.shape[1], kw.mean.reshape(-1)
-    apart, nothing = np.empty((tokens, len(mean)), np.float32), np.zeros((tokens, len(mean)), np.float32)
-    for token in range(tokens):
-        c, s = cos[positions[token]], sin[positions[token]]
-        for head in range(0, len(mean), 2 * half):
-            for at in range(half):
-                a, b = mean[head + at], mean[head + half + at]
-                apart[token, head + at] = a * c[at] - b * s[at] - a
-                apart[token, head + half + at] = b * c[at] + a * s[at] - b
-    k_z = np.empty((tokens, len(ka.component)), np.float32)
-    v_z = np.empty((tokens, len(va.component)), np.float32)
-    if not (_components(k, ka, kw, apart, matrix, k_z) and _components(v, va, vw, nothing, matrix, v_z)):
+    k_rest, v_rest = _less_turned_mean(k, kw, cos, sin, positions), _less_mean(v, vw)
+    k_z, v_z = np.empty((len(k), len(ka.component)), np.float32), np.empty((len(v), len(va.component)), np.float32)
+    if not (_components(k_rest, ka, kw, matrix, k_z) and _components(v_rest, va, vw, matrix, v_z)):
         return False
     _put(k_z, ka, rows, slots, 0, first, columns)
     _put(v_z, va, rows, slots, first, rows.shape[1] - first, columns)

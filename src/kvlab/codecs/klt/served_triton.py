@@ -1,9 +1,10 @@
 """Serving on a GPU from rows of `klt` without escapes whose K was coded after its rotary embedding, in Triton.
 
-What is computed is what `served_numba` computes for a CPU: a query is taken into K's components once, no key is made,
-and V's components are summed by weight before one matrix makes values of the sum. A sequence is cut into parts, which
-programs go through at once; what they found is joined by its largest score and the sum of its weights (Milakov and
-Gimelshein 2018, arXiv 1805.02867). Components are in units of their standard deviation, and are float16 in products.
+What is computed is what `served_numba` computes for a CPU: a query is taken into K's components once for each run of
+positions, no key is made, and V's components are summed by weight before one matrix makes values of the sum. A sequence
+is cut into parts, which programs go through at once; what they found is joined by its largest score and the sum of its
+weights (Milakov and Gimelshein 2018, arXiv 1805.02867). Components are in units of their standard deviation, and are
+float16 in products.
 
 Torch's meaning of it is in `codecs.shared.turning` and `codecs.klt.synthesis`.
 """
@@ -21,6 +22,7 @@ from kvlab.codecs.klt.kernels_triton import join_kernel, put_kernel, score_kerne
 from kvlab.codecs.klt.reading import digits_of
 from kvlab.codecs.klt.synthesis import Synthesis
 from kvlab.codecs.shared.grouping import joined, parted
+from kvlab.codecs.shared.turning import RUN
 
 # Tokens and lanes of which a program makes components at once, its warps, and its stages: of nine choices that were
 # tried on an H200, this one was the fastest with 32 sequences of 8,192 tokens (kvlab 90b635f7).
@@ -130,24 +132,31 @@ class CodedSpans(NamedTuple):
     blocks : Tensor
         The pages of each, int32 [n, most pages].
     ends : Tensor
-        `first`, `until`, and how many tokens a part of each has, int32 [3, n].
+        The position at which the first part of each begins, `until`, how many positions its parts have, and `first`,
+        int32 [4, n]. Parts begin where tiles do, so that no tile is of two runs.
     parts, size : int
-        Of the sequence that has the most parts, and tokens of the largest part.
+        Of the sequence that has the most parts, and positions of the largest part.
+    runs : int
+        Of the longest sequence (`turning.RUN`).
     """
 
     blocks: Tensor
     ends: Tensor
     parts: int
     size: int
+    runs: int
 
     @classmethod
     def of(cls, blocks: Tensor, first: list[int], until: list[int], device: torch.device) -> CodedSpans:
         """That of a block table on any device. Where a sequence is cut depends on its own length alone."""
-        counts = [max(0, end - begin) for begin, end in zip(first, until, strict=True)]
+        # a sequence of which nothing is read coded has no part
+        until = [end if end > begin else 0 for begin, end in zip(first, until, strict=True)]
+        origin = [begin // TILE * TILE if end else 0 for begin, end in zip(first, until, strict=True)]
+        counts = [end - begin for begin, end in zip(origin, until, strict=True)]
         part = [max(SHORTEST, triton.next_power_of_2(triton.cdiv(count, MOST_PARTS))) for count in counts]
         parts = max(triton.cdiv(count, own) for count, own in zip(counts, part, strict=True))
-        ends = torch.tensor([first, until, part], dtype=torch.int32)
-        return cls(blocks.int().to(device), ends.to(device), parts, max(part))
+        ends = torch.tensor([origin, until, part, first], dtype=torch.int32)
+        return cls(blocks.int().to(device), ends.to(device), parts, max(part), triton.cdiv(max(until), RUN))
 
 
 class ServedLoops:
@@ -216,7 +225,8 @@ class ServedLoops:
         per = heads // kv_heads
         padded = max(LEAST, triton.next_power_of_2(self.per_group * per))
         parts = max(1, span.parts)
-        queries = self._absorbed(q.unflatten(1, (kv_heads, per)).transpose(0, 1).flatten(1, 2))
+        own = q.unflatten(1, (kv_heads, per)).transpose(0, 1).flatten(1, 2)
+        lines, by_turn = self._absorbed(own, turns[: span.runs * RUN : RUN]), self._mean_of(own)
         scores = q.new_empty(n, groups, padded, parts * span.size)
         seen, sums = q.new_empty(2, n, groups, parts, padded), q.new_empty(n, groups, parts, padded, lanes)
         totals, log_sum = q.new_empty(kv_heads, n * per, lanes), q.new_empty(n, heads)
@@ -227,13 +237,27 @@ class ServedLoops:
         with torch.cuda.device_of(rows):  # Triton launches where torch is, and not where tensors are
             if span.parts:
                 score_kernel[parts, groups, n](
-                    *(rows, span.blocks, span.ends, queries, turns, k.digits, k.many, k.first, k.values, scores, seen),
+                    *(
+                        rows,
+                        span.blocks,
+                        span.ends,
+                        lines,
+                        by_turn,
+                        turns,
+                        k.digits,
+                        k.many,
+                        k.first,
+                        k.values,
+                        scores,
+                        seen,
+                    ),
                     *where,
                     **(heads_of | sizes | programs),
                     LANES=k.back.shape[1],
                     DEPTH=k.digits.shape[1],
                     HEAD_DIM=head_dim,
                     TURNS=max(LEAST, triton.next_power_of_2(head_dim)),
+                    RUN=RUN,
                 )
                 sum_kernel[parts * (lanes // CHUNK), groups, n](
                     *(rows, span.blocks, span.ends, v.digits, v.many, v.first, v.values, scores, seen, sums),
@@ -252,13 +276,28 @@ class ServedLoops:
         mean = torch.baddbmm(self.constant, totals, v.back)
         return mean.unflatten(1, (n, per)).transpose(0, 1).reshape(q.shape), log_sum
 
-    def _absorbed(self, q: Tensor) -> Tensor:
-        """What K's lanes, turns and a constant count for in scores of q [kv_heads, n, head_dim], beside each other.
+    def _absorbed(self, q: Tensor, turns: Tensor) -> Tensor:
+        """What K's lanes and a constant count for in scores of q [kv_heads, n, head_dim], by run.
 
-        The mean's part is no matrix product: its factors may be large, and torch may be told to round those of one.
+        Lanes are in parts of the largest one, which comes last: so no query leaves what a float16 holds.
+
+        Parameters
+        ----------
+        turns : Tensor
+            Cosines and then sines of where runs begin, float32 [runs, head_dim].
+        """
+        (low, high), (cos, sin) = q.chunk(2, dim=-1), turns[:, None, None].chunk(2, dim=-1)
+        back = torch.cat([low * cos + high * sin, high * cos - low * sin], dim=-1)
+        constant = (back * self.k.rest[:, None]).sum(-1, keepdim=True)
+        lines = back @ self.k.back.mT
+        largest = lines.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        return torch.cat([lines / largest, constant, largest], dim=-1)
+
+    def _mean_of(self, q: Tensor) -> Tensor:
+        """What cosines and sines count for in scores of q [kv_heads, n, head_dim]: K's mean.
+
+        No matrix product: its factors may be large, and torch may be told to round those of one.
         """
         low, high = q.chunk(2, dim=-1)
         mean_low, mean_high = self.k.mean[:, None].chunk(2, dim=-1)
-        by_cos, by_sin = low * mean_low + high * mean_high, high * mean_low - low * mean_high
-        constant = (q * self.k.rest[:, None]).sum(-1, keepdim=True)
-        return torch.cat([q @ self.k.back.mT, by_cos, by_sin, constant], dim=-1)
+        return torch.cat([low * mean_low + high * mean_high, high * mean_low - low * mean_high], dim=-1)

@@ -1,8 +1,10 @@
-"""K after its rotary embedding, its mean taken off exactly: what calibration and pages mean by `rotary: after`.
+"""K after a part of its rotary embedding, its mean taken off: what calibration and pages mean by `rotary: after`.
 
-The mean of K is known before the rotary embedding R_t of position t, so after it that of a token is R_t mean. What is
-coded is R_t (K - mean) + mean = R_t K - (R_t mean - mean): its mean is the one of before at every position, at the
-first one it is K itself, and attention gets R_t mean back from the position alone.
+The mean of K is known before the rotary embedding R_t of position t, so after it that of a token is R_t mean, which
+attention gets from the position alone. What is about the mean is turned by how far a token is into its run of `RUN`
+positions: of position t = b + s, where b is a multiple of `RUN`, what is coded is R_s (K - mean) + mean. So attention
+turns a query by b, once for each run, and no key. The shorter a run, the more K in it is alike, and the fewer bits it
+needs.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from torch import Tensor
 from kvlab.codecs.shared.metric import rotated
 from kvlab.codecs.shared.moments import Moments
 
+RUN = 128  # positions; a multiple of what loops make components of at once
+
 
 def turned_about(k: Tensor, mean: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """R_t (k - mean) + mean of K before its rotary embedding.
+    """R_s (k - mean) + mean of K before its rotary embedding.
 
     Parameters
     ----------
@@ -24,14 +28,14 @@ def turned_about(k: Tensor, mean: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     mean : Tensor
         [heads, head_dim].
     cos, sin : Tensor
-        Of the tokens' positions [tokens, head_dim / 2]; see `metric.rotated`.
+        Of how far the tokens are into their runs [tokens, head_dim / 2]; see `metric.rotated`.
     """
     mean = mean.view(len(mean), *[1] * (k.dim() - 2), -1)
     return rotated(k - mean, cos, sin) + mean
 
 
 def turned_moments(moments: Moments, heads: int, cos: Tensor, sin: Tensor) -> Moments:
-    """Moments of R_t (K - mean) + mean over positions, of the moments of K, as if K were alike at all of them.
+    """Moments of R_s (K - mean) + mean over positions, of the moments of K, as if K were alike at all of them.
 
     Parameters
     ----------
