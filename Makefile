@@ -60,10 +60,10 @@ test: $(READY)  ## what one runs before a commit, in two processes (WORKERS=1: i
 
 test-all: test test-rest  ## what CI runs: the tests of `make test`, then those of `make test-rest`
 
-test-rest: $(READY)  ## DVC and Snakemake over the whole pipeline, vLLM with coded pages, compiled loops, mechanisms, a browser
+test-rest: $(READY)  ## DVC and Snakemake over the whole pipeline, vLLM with coded pages, compiled loops, planted results, a browser
 	@$(PYTEST) -m "full" $(ARGS)
 
-test-nightly: cluster  ## schedulers, S3, handovers, kills, most of vLLM, the page at two widths; properties with all examples
+test-nightly: cluster  ## schedulers, S3, handovers, kills, most of vLLM, sampling, lm-eval; properties with all examples
 	@$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly $(ARGS)
 
 wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there (ARGS='--with newest')

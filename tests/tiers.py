@@ -3,13 +3,13 @@
 The first tier is what one runs before a commit. A test is in another one by its mark:
 
 - `full`: it runs other programs as a person would (DVC and Snakemake over the whole pipeline, a browser, a vLLM with
-  coded pages) or every study on both engines, compiles, or is of code that FINDINGS.md does not need: the mechanisms'
-  package, `kvlab recommend`, lm-eval, snapshots in transformers, most pages of the KV store, RULER's texts, what is run
-  by hand in `validation`; or it measures rows of the gate again.
+  coded pages), compiles, plants results or corruptions and builds the whole report of each, forges files by the
+  hundred, or is of code that FINDINGS.md does not need; or it measures rows of the gate again.
   CI runs these after the first tier.
 - `nightly`: it needs long and seldom tells what the first two do not: schedulers, S3, every case of a handover, each
   way to kill a run, most processes of vLLM beside the engine that a session shares, experiments of DVC, faults planted
-  in a real run, training, peak memory, the micro-benchmark, loops that are compiled for options which are no default.
+  in a real run, training, peak memory, the micro-benchmark, loops that are compiled for options which are no default,
+  laws of sampling, `kvlab recommend`, lm-eval, whatever a cache may be put into, what is run by hand in `validation`.
 
 The third tier also has all properties once more, each with as many examples as it asks for; in the others each has a
 fifth of them.

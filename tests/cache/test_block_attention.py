@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -27,12 +28,10 @@ LAYERS, HEADS, HEAD_DIM = 3, 2, 32
 KLT = KltStream(bits=3, block_size=16, sink=2, recent=3)
 RECIPES = PER_TOKEN | {"kivi": kivi(2), "ends": ended("before"), "klt with ends": Recipe(k=KLT, v=KLT)}
 WINDOWS = {"none": 0, "part": 30_000, "all": None}
-WAYS_TO_READ = [("serving", "part"), ("in_forward", "none")]  # the other pairs at night
-WAYS_TO_READ += [
-    pytest.param(semantics, window, marks=pytest.mark.nightly)
-    for semantics in ("serving", "in_forward")
-    for window in WINDOWS
-    if (semantics, window) not in WAYS_TO_READ
+SOONER = [("serving", "part"), ("in_forward", "none")]  # the other pairs at night
+WAYS_TO_READ = [
+    pytest.param(*way, marks=pytest.mark.full if way in SOONER else pytest.mark.nightly)
+    for way in product(("serving", "in_forward"), WINDOWS)
 ]
 
 
@@ -77,6 +76,7 @@ def test_block_by_block_is_what_whole_tensors_give(model, fitted, monkeypatch, a
     caches[0].check()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["greedy", "beams", "left padding", "beams with padding", "prompt lookup"])
 def test_nearly_lossless_codes_generate_the_same(model, attended, way):
     fine, options = Recipe(k=IntStream(bits=8, group=2), v=IntStream(bits=8, group=2)), dict(WAYS[way])
@@ -147,6 +147,7 @@ def held(cache):
     return size[0] + sum(row.nbytes for row in {id(p): p for p in cache.positions}.values()), size[1]
 
 
+@pytest.mark.full
 @settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 400_000), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from(["klt", "hadamard"])

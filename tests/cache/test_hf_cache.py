@@ -234,6 +234,7 @@ def test_serving_sees_older_tokens_as_decoded(model):
     assert torch.equal(logits(model, cache, IDS[:, 20:]), logits(model, planted, IDS[:, 20:]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_in_forward_does_not_depend_on_the_chunks(model, fitted, name):
     once, chunked = (KVCache(model, PER_TOKEN[name], fitted, "in_forward") for _ in range(2))

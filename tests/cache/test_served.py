@@ -155,6 +155,7 @@ def test_a_padded_row_answers_as_alone_and_in_any_company(model, fitted):
     assert both.layers[0].padding_and_held[0] == (pads, last - pads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["greedy", "beams", "left padding", "beams with padding", "prompt lookup"])
 def test_nearly_lossless_codes_generate_the_same(model, fitted, way):
     options = dict(WAYS[way])

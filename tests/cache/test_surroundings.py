@@ -7,7 +7,6 @@ import gc
 import importlib
 import pkgutil
 import threading
-from itertools import cycle
 
 import pytest
 import torch
@@ -47,8 +46,6 @@ KEPT = {
     "spreading": lambda: spreading(24),
     "table_of": lambda: kvquant.table_of(tuple(i / 64 for i in range(64)), 3),
 }
-FULL = pytest.mark.full
-COSTLY = ("threads on one model, texts of different lengths", "`torch.compile(model)`, graphs broken at the cache")
 TENSORS = ("Tensor", "Grid")  # what a kept table is annotated with
 SURROUNDINGS = {
     "autocast": surroundings.autocast,
@@ -71,20 +68,12 @@ def quiet():
     surroundings.compiling.cache_clear()
 
 
-def met(every: bool) -> list:
-    """Cases with all codecs, or each with `identity`, of which the table says its own, and another in turn."""
-    others = cycle(name for name in CODECS if name != "identity")
-    marks = {name: [FULL] if name in COSTLY else [] for name in CASES}
-    if every:
-        return [pytest.param(name, [*CODECS], marks=pytest.mark.nightly) for name in CASES]
-    return [pytest.param(name, ["identity", next(others)], marks=marks[name]) for name in CASES]
-
-
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "codecs"), [*met(every=False), *met(every=True)])
-def test_a_case_ends_as_the_table_says(name, codecs):
-    assert {codec: surroundings.ended(name, codec) for codec in codecs} == {
-        codec: CASES[name].ends(codec) for codec in codecs
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_ends_as_the_table_says(name):
+    assert {codec: surroundings.ended(name, codec) for codec in CODECS} == {
+        codec: CASES[name].ends(codec) for codec in CODECS
     }
     assert not torch.is_inference_mode_enabled() and torch.get_default_dtype() == torch.float32
 
@@ -126,6 +115,7 @@ def test_threads_that_stop_in_the_middle_of_their_forwards_see_their_own_positio
         assert cache.positions[0].tolist() == list(range(text.shape[1] + surroundings.NEW - 1))
 
 
+@pytest.mark.nightly
 def test_caches_come_and_go_in_one_thread_while_another_runs_the_model():
     own = surroundings.model()
     want, ended, failed = generated(own, DynamicCache()), threading.Event(), []
@@ -183,6 +173,7 @@ def hooks(own) -> int:
     return sum(len(getattr(module, kind)) for module in own.modules() for kind in kinds)
 
 
+@pytest.mark.nightly
 def test_hundreds_of_caches_leave_no_hook():
     own = surroundings.model()
     before = hooks(own)

@@ -111,6 +111,7 @@ def test_a_cache_goes_back_as_far_as_it_has_what_the_next_token_sees(engine, cal
     assert not cache.is_croppable
 
 
+@pytest.mark.full
 def test_beams_share_what_they_hold(engine, calibrated):
     cache = KVCache(engine.model, RECIPES["hadamard"], calibrated, semantics="in_forward")
     found = engine.model.generate(IDS, past_key_values=cache, num_beams=2, max_new_tokens=12, pad_token_id=0)

@@ -68,6 +68,7 @@ def test_a_capture_in_a_file_fits_the_same_codec_as_in_memory(tiny_params, tiny_
     assert captured.across.ids == [calib[i] for i in captured.sampled]
 
 
+@pytest.mark.full
 def test_the_pipelines_codec_is_the_one_that_is_fitted_in_one_go(tiny_params, tiny_calibration, tiny_fitted, info):
     ridge = tiny_params.calibration.ridge
     whole = fitted(Captured(tiny_calibration["capture"], info.model_hash), info, [RECIPE], ridge).archive

@@ -46,6 +46,7 @@ def test_every_verb_of_an_overview_exists_and_none_is_missing(words, verbs, line
     assert sorted(listed) == sorted(verbs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
@@ -67,6 +68,7 @@ def test_bash_completes_verbs_flags_and_their_values(typed, offered, line, root,
     assert answer.stdout.strip() == offered, answer.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_a_script_that_asks_kvlab(shell, root, line):
     _, script, _ = line("completion", shell)
@@ -165,6 +167,7 @@ def measure(params: Settings, folder, windows, calibration, line, /, **changed):
     return line("step", "measure", *(word for pair in given.items() for word in pair))
 
 
+@pytest.mark.full
 def test_a_job_leaves_a_table_and_its_record(tiny_params, tiny_windows, tiny_calibration, tmp_path, line):
     code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, line)
     assert code == 0, err
@@ -228,6 +231,7 @@ def test_a_broken_model_is_one_line(tiny_params, tiny_windows, tiny_model, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_a_full_disk_loses_the_job_and_nothing_else(
     tiny_params, tiny_windows, tiny_calibration, tmp_path, line, monkeypatch
 ):

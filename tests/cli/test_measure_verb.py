@@ -97,6 +97,7 @@ def test_a_wrong_answer_ends_the_command(run, monkeypatch):
     assert code != 0 and said == "" and "witness" in err.splitlines()[-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flag", "words"),
     [("--windows", ("--codec", "kivi", "--windows", 999)), ("--calib-windows", ("--calib-windows", 999))],
@@ -112,6 +113,7 @@ def test_more_windows_than_there_are_are_refused_and_counted(line, tiny_model, t
     assert run(*words[:-1], told[1], "--no-witness")[0] == 0
 
 
+@pytest.mark.full
 def test_fewer_windows_than_usual_are_told(tiny_model, tmp_path, texts, line):
     short, out = tiny.write_text(tmp_path / "short.txt", 8), tmp_path / "found.json"
     words = ("--text", short, "--context", 64, "--eval", 32, "--calib-text", tiny.write_text(tmp_path / "c.txt", 8, 1))
@@ -122,6 +124,7 @@ def test_fewer_windows_than_usual_are_told(tiny_model, tmp_path, texts, line):
     assert "all that it has (of a longer text: 32)" in said
 
 
+@pytest.mark.full
 def test_what_is_not_read_is_told(run, texts, calibrated):
     _, said, _ = run("--codec", "kivi", "--calib-text", texts[1], "--no-witness")
     assert f"--calib-text {texts[1]} is not read" in said
@@ -172,6 +175,7 @@ def test_a_codec_that_is_not_calibrated_needs_no_text(run, tiny_model, tmp_path,
     assert "nothing was fitted" in capsys.readouterr().out and out.is_file()
 
 
+@pytest.mark.full
 def test_formats_of_engines_have_a_row_each_and_the_models_biases_no_text(run, tiny_model, tmp_path, capsys):
     """Whatever --bits says; K is coded before its rotary embedding in one row and after it in the next."""
     names = ["int", "q8_0", "q4_0", "q4_0+bias", "int8_per_token_head", "quanto-int4"]
@@ -187,6 +191,7 @@ def test_formats_of_engines_have_a_row_each_and_the_models_biases_no_text(run, t
     assert "no text was needed" in capsys.readouterr().out and out.is_file()
 
 
+@pytest.mark.full
 def test_wush_reads_a_calibration_and_runs_in_a_cache(run, texts, tmp_path, tiny_model):
     code, said, err = run("--codec", "wush", "--bits", 2, "--calib-text", texts[1], "--json", tmp_path / "found.json")
     assert code == 0 and "calibrated on" in said, err
@@ -234,6 +239,7 @@ def test_the_file_that_calibrate_writes_is_a_recipe_file(calibrated):
 # ------------------------------------------------------------------------- what it takes, and which to take
 
 
+@pytest.mark.full
 def test_memory_speed_and_places_stand_beside_each_row(run, texts, tmp_path, tiny_model):
     out = tmp_path / "found.json"
     words = ("--codec", "klt", "kivi", "fp8", "kvtc-sink4", "--against", "archive", "--bits", 4)
@@ -263,6 +269,7 @@ def test_memory_speed_and_places_stand_beside_each_row(run, texts, tmp_path, tin
 FITTED = ("klt", "hadamard+center", "oscar")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("codec", ["klt", "kivi", "int", "hadamard+center", "fp8", "nf4", "d4", "oscar"])
 def test_a_place_is_one_that_takes_the_codec(hf_engine, codec):
     """The column says what a Cache and vLLM's pages do themselves, codec by codec."""

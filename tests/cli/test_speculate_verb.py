@@ -11,6 +11,8 @@ from kvlab.core.errors import Fault
 from kvlab_mechanisms.decoding.acceptance import refuse_other
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def run(tiny_model, tmp_path, line):

@@ -107,6 +107,7 @@ def test_controls_and_they_alone_are_not_packed(name, condition):
     assert coded(name, condition, planted())[1].packed == (name not in UNSTORED)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_same_every_time_and_with_any_threads(name):
     x = planted(tokens=600)  # in blocks that are large enough for a second thread
@@ -125,6 +126,7 @@ def test_the_same_every_time_and_with_any_threads(name):
         torch.set_num_threads(before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, condition", [case for case in cases() if case[0] not in ONE_RATE])
 def test_error_falls_with_rate(name, condition):
     x = planted(tokens=8 * BLOCK)

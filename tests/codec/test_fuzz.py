@@ -18,6 +18,8 @@ from codec.accidents import damaged, renamed, resealed
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import StreamError
 
+pytestmark = pytest.mark.full
+
 CASES = ladder_making.storing()
 NAMES = sorted({name for name, _ in CASES})
 ACCIDENTS, FORGERIES, HEADERS = 1000, 300, 200  # of each codec: more than ten thousand accidents in all

@@ -63,6 +63,7 @@ def test_shapes(heads, tokens):
     assert relative_error(x, decoded) < 0.2 if tokens > 1 else torch.isfinite(decoded).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bits", "heads", "block"),
     [
@@ -120,6 +121,7 @@ def test_two_encodings_are_equal_whatever_the_threads():
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.full
 def test_what_a_plan_buys_is_what_all_tables_would_buy():
     """Tables are made where they are used only; the order of spending is that of all of them."""
     own = calibration(heads=4, dim=128).components[SITE.layer]
@@ -269,6 +271,7 @@ def far_apart():
     return ((token % 50 == 0) & (token >= 3584))[:, None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("bits", [2, 4])
 def test_no_plain_codec_beats_it_at_more_bits_on_any_source(kind, bits):

@@ -184,6 +184,7 @@ FORMATS += [{"format": "fp8_e5m2", "scale": "tensor"}, {"format": "fp8_e4m3", "r
 CORNERS = (0, len(BITS), len(BITS) + 1, len(BITS) + 2, -3, -2, -1)  # a few of each kind; all at night
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [FORMATS[number] for number in CORNERS], ids=str)
 def test_conforms(settings):
     conforms(settings)
@@ -208,6 +209,7 @@ def off_mean(stream, loud: float) -> float:
     return float((codec.decode(codec.encode(x, SITE)) - x).square().mean())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plain, turned",
     [

@@ -50,12 +50,14 @@ def raised_codes() -> set[tuple[str, str]]:
     }
 
 
+@pytest.mark.full
 def test_the_code_of_a_class_is_its_own():
     codes = [code for found in class_codes().values() for code in found]
     assert len(codes) == len(set(codes)) > 30
     assert [code for code in codes if not CODE.fullmatch(code)] == []
 
 
+@pytest.mark.full
 def test_a_code_begins_with_that_of_its_class():
     known = class_codes()
     wrong = [

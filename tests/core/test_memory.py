@@ -33,6 +33,7 @@ print(kept, given_back, before - psutil.Process().memory_info().rss)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
 def test_freed_memory_is_kept_for_the_next_tensor_and_holes_are_given_back():
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)

@@ -73,7 +73,7 @@ def answers(task: str) -> list[list]:
 # ------------------------------------------------------------------------------------ what is found
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(("task", "key"), [("toy_written", "exact_match"), ("toy_chosen", "acc")])
 def test_both_sides_answer_the_same_items_and_the_gate_reads_what_comes_of_it(here, task, key):
     code, out, err = here(asked(task))
@@ -99,7 +99,7 @@ def test_both_sides_answer_the_same_items_and_the_gate_reads_what_comes_of_it(he
     assert claim["status"] in ("completed", "pending", "failed")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_one_task_is_not_all_that_is_to_be_shown_and_a_recipe_file_does_as_flags_do(here):
     recipe = write_recipe_file("recipe.json", Recipe(k=IntStream(bits=8), v=IntStream(bits=8)))
     code, _, err = here(asked("toy_chosen", done=f"--recipe {recipe}", more="--limit 12"))
@@ -110,7 +110,7 @@ def test_one_task_is_not_all_that_is_to_be_shown_and_a_recipe_file_does_as_flags
     assert out.startswith("fail: 1 rows") and out.count("evidence_incomplete") == 2 and "quality" not in out
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_same_question_asked_again_gets_the_same_evidence(here):
     here(asked("toy_chosen", more="--limit 4"))
     first = written("evidence")
@@ -268,7 +268,7 @@ def masked(text: str) -> str:
     return re.sub(r"[+-]?\b[0-9a-f.]*\d[0-9a-f.]*\b", "N", text)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_example_of_the_documentation_runs_as_it_stands_there(here, root):
     ran = 0
     for words, code, shown in examples(root / "docs/eval.md", pytest.fail):

@@ -301,6 +301,7 @@ sys.exit(max(os.wait()[1] for _ in range(10)))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("old", [False, True], ids=["new file", "old database"])
 def test_ten_processes_at_once_lose_nothing(path, old):
     if old:

@@ -41,6 +41,7 @@ def opened(path):
         return store.connection.total_changes
 
 
+@pytest.mark.full
 def test_an_old_database_is_upgraded_in_place_and_no_value_is_changed(old, tmp_path):
     path = copy(tmp_path, old)
     columns, count, before = checksum(path)

@@ -372,6 +372,7 @@ def benign(tmp_path_factory):
     return outline(named("benign", tmp_path_factory.mktemp("benign")))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", NASTY)
 def test_what_a_row_says_does_not_change_the_shape_of_the_page(text, benign, tmp_path):
     nasty = named(text, tmp_path)

@@ -146,6 +146,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("room", [0, 200_000])
 def test_a_file_that_cannot_grow_is_said_and_loses_nothing(path, room):
     before = dump(path)

@@ -123,6 +123,7 @@ def failing(verdict):
     return [condition["name"] for condition in verdict["preconditions"] if not condition["holds"]]
 
 
+@pytest.mark.full
 def test_shape(whole):
     params = small_params()
     verdict = judge(params, whole)
@@ -137,11 +138,13 @@ def test_shape(whole):
     json.dumps(verdict, allow_nan=False)
 
 
+@pytest.mark.full
 def test_only_the_thresholds_are_read(whole):
     partial = read_params(json.dumps({"verdict": LIMITS.model_dump()}))
     assert judge(partial, whole) == judge(small_params(), whole)
 
 
+@pytest.mark.full
 def test_planted_damage_earns_its_word(tmp_path):
     params = small_params(studies=["cells"], windows={"test": 32, "eval": 65})
     harmless = Effects(base=1e-6, engine=0, protocol=0, variance_ratio=3.0, pairs={}, nll_per_kl=1.0)
@@ -151,6 +154,7 @@ def test_planted_damage_earns_its_word(tmp_path):
     assert words[0.95, "kv"] == "REJECT"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("effects", "name"),
     [
@@ -165,12 +169,14 @@ def test_disagreeing_engines_withhold_cross_engine_numbers(tmp_path, effects, na
     assert not verdict["publishable"] and not verdict["cross_engine_allowed"]
 
 
+@pytest.mark.full
 def test_one_engine_may_publish_but_not_compare(tmp_path):
     params = small_params(studies=[], engines=["hf"])
     verdict = judge(params, make(tmp_path, params))
     assert verdict["publishable"] and not verdict["cross_engine_allowed"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("spoil", "name"),
     [
@@ -197,6 +203,7 @@ def coded(metrics):
     return next(c for c in metrics["cells"] if c["role"] == "codec" and c["dtype"] == metrics["gap"]["dtype"])
 
 
+@pytest.mark.full
 def test_nothing_to_judge_is_said(whole):
     metrics = copy.deepcopy(whole)
     metrics["cells"] = [cell for cell in metrics["cells"] if cell["role"] != "codec"]

@@ -199,6 +199,7 @@ def test_each_check_finds_its_mistake(site, check):
         conformance("sign", bits=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", ["klt", "fp8", "identity"])  # the others: tests/codec/test_conformance.py
 def test_our_own_codecs_pass_the_same_checks(name, check):

@@ -103,6 +103,7 @@ def test_expected_attention_is_what_a_query_after_the_last_token_gives(hf_engine
         )
 
 
+@pytest.mark.full
 def test_it_is_measured_and_witnessed(hf_engine, calibrated, calib_windows):
     subjects = [NamedCodec(f"archive {q}", named_recipe("archive", quality=q), calibrated) for q in (600, 900)]
     subjects += [NamedCodec("hadamard", named_recipe("hadamard", 4))]

@@ -26,7 +26,7 @@ from kvlab_pipeline.studies.residual.measure import residual
 from kvlab_pipeline.studies.settings import Settings
 from refusals import refused
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

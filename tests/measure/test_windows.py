@@ -36,6 +36,7 @@ def engine(request, tmp_path_factory):
     return start("hf", resolve_folder(folder), "float32", max_tokens=64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("protocol", ["snapshot", "in_forward"])
 def test_codecs_are_measured_and_witnessed(engine, protocol):
     """Codecs of single tensors under both protocols, `archive` of finished caches; all agree with plain arithmetic."""

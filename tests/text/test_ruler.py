@@ -18,7 +18,7 @@ from kvlab.text import ruler
 from kvlab_pipeline.studies.mechanisms.params import Mechanisms
 from refusals import refused
 
-pytestmark = pytest.mark.full  # texts that the default run does not ask for
+pytestmark = pytest.mark.nightly  # texts that the default run does not ask for
 
 LENGTHS, TEXTS = (900, 1200), 3
 NUMBER = re.compile(r"(?<!\d)\d{7}(?!\d)")

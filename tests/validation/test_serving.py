@@ -206,7 +206,7 @@ def test_a_number_that_is_none_is_not_written(tmp_path):
     assert not (tmp_path / "CAPACITY.md").exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", ["capacity", "service"])
 def test_a_stage_serves_the_codecs_of_the_gates_rows_as_people_serve_them(stage, tiny_params, tmp_path, monkeypatch):
     """`klt` after its rotary embedding; tokens are exact beside it, but where requests are too short for that."""

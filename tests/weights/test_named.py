@@ -136,7 +136,7 @@ def test_the_template_of_chats_is_in_no_identity(root, tmp_path):
     assert identities() == before
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_wheel_gives_the_known_files(folder):
     named.make_known(folder)
     origin, info = read_origin(folder), resolve(Model(path=str(folder), slug="lead", n_layers=30))

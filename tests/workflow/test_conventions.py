@@ -53,6 +53,7 @@ def rendered(caption: str, config: dict) -> str:
     return publish_parts(text, writer="html", settings_overrides=strict)["body"]
 
 
+@pytest.mark.full
 def test_every_caption_is_used_and_every_used_one_is_there(rules):
     snakefile = (ROOT / "Snakefile").read_text()
     used = {caption for caption, _ in rules["reported"].values()}
@@ -60,6 +61,7 @@ def test_every_caption_is_used_and_every_used_one_is_there(rules):
     assert used == {path.name for path in CAPTIONS.iterdir()}
 
 
+@pytest.mark.full
 def test_what_a_person_reads_is_in_the_report_of_snakemake(rules):
     reported = rules["reported"]
     assert {"results/gap/FINDINGS.md", "results/gap/report.html"} <= reported.keys()
@@ -101,6 +103,7 @@ def test_the_catalog_file_has_the_form_that_the_catalog_reads():
     assert {type(claim) for claim in (*deployment.values(), usage["report"])} == {bool}
 
 
+@pytest.mark.full
 def test_the_catalog_file_claims_what_holds(rules):
     usage = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())["usage"]
     assert usage["mandatory-flags"]["flags"] == []

@@ -79,7 +79,7 @@ def test_a_fresh_clone_names_every_stage_and_makes_nothing(clone, command):
     assert not (clone / "out/first").exists() and run(clone, "git", "status", "--short") == ""
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_beside_results_it_names_what_changed_and_what_comes_after(made):
     assert dry(made, "repro") == []
     for more in ((), ("--allow-missing",)):

@@ -139,6 +139,7 @@ def test_the_files_agree_with_the_parameters():
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.full
 def test_what_is_out_of_date_is_named_and_written(tmp_path):
     for name in ("params.yaml", "dvc.yaml"):
         shutil.copy(ROOT / name, tmp_path)

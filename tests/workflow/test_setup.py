@@ -96,6 +96,7 @@ def test_the_extra_index_is_tried_second(checkout):
     assert make(checkout, "setup", f"PYTHON={good}").stdout.startswith("make: Nothing to be done")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "with  spaces", "it's", "#a%b*?[x]!;&|<>()~^=,@+é", "l/" + "o" * 120 + "ng"])
 def test_a_path_is_taken_by_the_set_up_and_by_its_dvc(tmp_path, name):
     """A shell starts the interpreter where the kernel would not, and to Python that is a string."""

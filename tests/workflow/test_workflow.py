@@ -98,6 +98,7 @@ def test_snakemake_lint_is_clean():
     assert linted.returncode == 0, linted.stderr
 
 
+@pytest.mark.full
 def test_the_report_plans_every_job(workspace, params):
     counts = counted(run(*SNAKEMAKE, "-n", REPORT, cwd=workspace))
     captured, together = len(params.calibration.engines), set(plan.STUDIES) - {plan.LADDER}

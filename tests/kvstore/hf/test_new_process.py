@@ -21,7 +21,7 @@ from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvstore.hf.prompts import POLICIES, prompt, run_after
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 ELSEWHERE = """
 import json, sys, torch

@@ -33,6 +33,8 @@ from kvstore.hf.prompts import prompt, run_after
 from kvstore.snapshot.forging import flip
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 OLD = prompt(64)  # what the snapshots of these tests hold
 NEW = OLD + prompt(21, 1)
 

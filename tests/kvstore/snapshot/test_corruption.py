@@ -95,6 +95,7 @@ def test_every_bit_of_what_follows_the_header(good, refusal):
         assert refusal(flipped(good, bit)) == Code.FILE_HASH
 
 
+@pytest.mark.nightly
 def test_a_thousand_bits_of_the_payload(good, tmp_path):
     header, chance = SnapshotHeader.read(good), random.Random(1)
     for bit in chance.sample(range(8 * header.payload_at, 8 * header.digest_at), 1000):

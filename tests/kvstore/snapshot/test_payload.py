@@ -52,6 +52,7 @@ def parts():
     return ((layer, part, stream) for layer in range(GEOMETRY.layers) for part, stream in enumerate(STREAMS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, condition", CASES)
 def test_chunks_come_back_as_the_codec_decodes_them(tmp_path, name, condition):
     coder, recipe, turn = coding.coder(name, condition), coding.recipe(name, condition), coding.turn()
@@ -234,6 +235,7 @@ def test_what_is_no_number_is_not_coded(tmp_path, value):
 # -- damage and forgery
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
 def test_accidents_never_reach_the_codec_and_forgeries_do_not_get_out_of_it(tmp_path, name):
     coder, chance = coding.coder(name), random.Random(name)

@@ -16,7 +16,7 @@ from kvlab.kvstore.snapshot.identity import identity_of
 from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.vllm.conftest import CHUNK, whole
 
-pytestmark = [pytest.mark.full, pytest.mark.engine]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 STEPS = 12
 
 

@@ -11,7 +11,7 @@ from kvlab.kvstore.snapshot.identity import ContextIdentity
 from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.vllm.conftest import CHUNK, whole
 
-pytestmark = [pytest.mark.full, pytest.mark.engine]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from own_process import passed
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 
 def test_hand_overs_give_the_bits_of_one_process():

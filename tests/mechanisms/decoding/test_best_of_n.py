@@ -18,7 +18,7 @@ from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_mechanisms.decoding.speculate import plain
 from refusals import refused
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 PROMPT = list(range(30, 70))
 OWN = Sampling(0.9, 40, seed=10)

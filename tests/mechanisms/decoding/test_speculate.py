@@ -17,7 +17,7 @@ from kvlab_mechanisms.decoding.law import Sampling, law
 from kvlab_mechanisms.decoding.speculate import SpeculationReport, plain, speculate
 from kvlab_mechanisms.decoding.verify import Draft, Verified
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 PROMPT = torch.randint(1, 320, (24,), generator=torch.Generator().manual_seed(1)).tolist()
 GREEDY = Sampling(0)

@@ -18,7 +18,7 @@ from kvlab_mechanisms.decoding.sampler import DRAFTER, uniforms
 from kvlab_mechanisms.decoding.verify import Draft, TargetLogits, draws_of, inverse, residual, verify
 from tiers import examples
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 VOCABULARY, DEPTH = 4, 2
 RUNS = 10_000

@@ -26,6 +26,8 @@ from kvlab_pipeline.studies.factors.numbers import from_windows
 from pipeline.report.synthetic import Effects, small_params, write_results
 from refusals import refused, refused_line
 
+pytestmark = pytest.mark.full
+
 MORE = 0.02  # KL that the further model's `variance_ratio` costs beyond the first model's
 
 

@@ -46,6 +46,7 @@ def test_a_figure_is_drawn_twice_the_same(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_every_number_of_the_csv_is_drawn_in_the_file_and_in_both_widths_of_the_page(tmp_path, name):
     table, figure = described(name, build(unresolved=("protocol",)))
@@ -107,6 +108,7 @@ def test_cells_holds_coded_cells_of_the_reduced_dtype_only():
     assert table["value"].to_list() == [cell["kl_net"]["value"] for cell in expected]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["baseline", "cells", "noise", "mitigations"])
 @pytest.mark.parametrize(("values", "half"), [([0.0, -1e-6, 0.0], 1e-7), ([0.0] * 1000, 0.0)], ids=["some", "all"])
 def test_zeros_and_negative_values_are_drawn_at_the_end_of_their_axis(tmp_path, name, values, half):

@@ -97,6 +97,7 @@ DEFINED = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engines", [("hf", "vllm"), ("hf",)])
 def test_no_numeral_survives_other_metrics(tmp_path, engines):
     """Render many made-up results in which every number differs: no numeral may be in all of them."""
@@ -108,6 +109,7 @@ def test_no_numeral_survives_other_metrics(tmp_path, engines):
     assert set.intersection(*seen) == set()
 
 
+@pytest.mark.full
 def test_the_search_for_survivors_finds_a_typed_numeral(tmp_path, monkeypatch):
     (tmp_path / "limits.md.j2").write_text("It costs 27.5 points.\n")
     monkeypatch.setattr(templates, "TEMPLATES", (tmp_path, *templates.TEMPLATES))

@@ -36,6 +36,8 @@ from pipeline.report.synthetic import (
 )
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 DEFAULT = ("klt", "hf", "snapshot")
 BOOT = Bootstrap(600, 0.95, 0)
 ESTIMATE = {"value", "low", "high", "n_windows", "n_tokens", "method", "confidence", "n_documents"}

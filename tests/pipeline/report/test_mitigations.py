@@ -173,6 +173,7 @@ def test_claims_name_their_arm_its_layers_and_what_it_is_held_against(params):
     assert "not resolved" in hot
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers, many", [((2,), "fewer than"), ((2, 3), "as many as"), ((1, 2, 3), "more than")])
 def test_moved_boundary_layers_are_counted_before_they_are_called_as_many(params, layers, many):
     """A greedy search may end before it found as many layers as params.yaml names."""
@@ -192,6 +193,7 @@ def test_searches_that_find_the_same_layers_are_claimed_once(params):
 # -------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.full
 def test_unequal_bytes_of_klt_are_refused(params):
     for arm in KLT:
         fine = Planted(bits=Planted().bits | {arm: 4.0 * 1.0049})

@@ -8,6 +8,8 @@ from kvlab_pipeline.report import findings, metrics
 from kvlab_pipeline.report.verdict import judge
 from pipeline.report.synthetic import Effects, small_params, write_results
 
+pytestmark = pytest.mark.full
+
 PLANTED = (
     "how much of its sketch's energy the codec's PCA keeps"  # `variance_ratio`, the largest of the planted effects
 )

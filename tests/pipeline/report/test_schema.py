@@ -50,6 +50,7 @@ def few(tmp_path_factory):
     return filed(built(tmp_path_factory.mktemp("few"), studies=["layers"]))
 
 
+@pytest.mark.full
 def test_what_is_built_is_read_back_the_same(metrics, written, tmp_path):
     path = tmp_path / "metrics.json"
     path.write_text(json.dumps(written))
@@ -72,6 +73,7 @@ def test_the_file_is_one_table_and_a_row_says_what_it_is_about(metrics, written)
     assert [cells[name]["engine"] for side in shares[0]["cells"] for name in side] == ["vllm", "hf"]
 
 
+@pytest.mark.full
 def test_what_is_built_keeps_its_contract(written, few):
     """That of docs/metrics.schema.json, which `kvlab step metrics` holds it against before it writes it."""
     hold("metrics", written, "m.json")

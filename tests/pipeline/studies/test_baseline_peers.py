@@ -19,6 +19,8 @@ from kvlab_pipeline.studies.baseline.measure import baseline
 from kvlab_pipeline.studies.baseline.numbers import relative_mean
 from kvlab_pipeline.studies.baseline.truth import own_jitter, peer_of
 
+pytestmark = pytest.mark.full
+
 RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-sdpa"
 
 

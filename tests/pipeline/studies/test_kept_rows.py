@@ -15,7 +15,7 @@ from pipeline.studies.mechanism_rows import asking, assert_registered, assert_vo
 from pipeline.studies.test_mechanisms import engine_of, row, scores, tiny_needles
 from refusals import refused
 
-pytestmark = pytest.mark.full  # rows of the gate are measured again
+pytestmark = pytest.mark.nightly  # rows of the gate are measured again
 __all__ = ["engine_of", "tiny_needles"]  # fixtures
 EVICTED, LATENT, WINDOW = "attention:percent=50,sinks=2,recent=8", "latent:rank=64", "sinks:percent=25"
 

@@ -21,6 +21,8 @@ from pipeline.report.planted_identity import provenance
 from pipeline.report.synthetic import small_params, vouched
 from refusals import refused
 
+pytestmark = pytest.mark.full
+
 BOOT = Bootstrap(200, 0.95, 0)
 
 

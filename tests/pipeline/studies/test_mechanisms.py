@@ -36,7 +36,7 @@ from kvlab_pipeline.studies.mechanisms import measure as measuring
 from kvlab_pipeline.studies.mechanisms.params import Mechanisms
 from refusals import refused
 
-pytestmark = pytest.mark.full  # rows of the gate are measured again
+pytestmark = pytest.mark.nightly  # rows of the gate are measured again
 AVX512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM reads an fp8 cache with AVX-512 only"
 )

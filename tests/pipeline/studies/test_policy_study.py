@@ -21,7 +21,7 @@ from kvlab_pipeline.studies.record import read_record
 from pipeline.studies.printed import rows, whole
 from refusals import refused
 
-pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
+pytestmark = pytest.mark.nightly  # a page that FINDINGS.md does not need
 
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")
 

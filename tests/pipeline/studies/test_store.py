@@ -295,6 +295,7 @@ def replace_due(subject):
 # ------------------------------------------------------------------------------------------------ a whole job
 
 
+@pytest.mark.full
 def test_a_job_again_is_the_same_bytes_without_an_engine(
     tiny_params, tiny_windows, tiny_fitted, hf_engine, tmp_path, monkeypatch
 ):
@@ -315,6 +316,7 @@ def test_a_job_again_is_the_same_bytes_without_an_engine(
         assert made[0] == made[1] == made[2]
 
 
+@pytest.mark.full
 def test_another_sigma_measures_the_new_cells_alone(
     tiny_params, tiny_windows, tiny_fitted, hf_engine, tmp_path, monkeypatch
 ):

@@ -19,7 +19,7 @@ from pipeline.studies.printed import whole
 from refusals import refused
 from text.test_needles import with_changes
 
-pytestmark = pytest.mark.full  # a page that FINDINGS.md does not need
+pytestmark = pytest.mark.nightly  # a page that FINDINGS.md does not need
 
 SHAPE = CacheShape(layers=3, kv_heads=2, head_dim=32, context=64)
 FAMILIES = {"codec", "eviction", "latent", "latent x codec", "sparse reading", "codec x sparse reading"}

@@ -18,6 +18,8 @@ from validation.gate.corruptions import MUTATIONS
 from validation.gate.power import CHURN, LOSSES, NOMINAL, SIZES, WORDS
 from validation.gate.trust import losses, trust
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):

@@ -17,7 +17,7 @@ from validation.limit import theory as limit
 from validation.limit.bound import Bound, Scalar, counts
 from validation.limit.measure import measure
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 LOSS = math.log2(2 * math.pi * math.e / 12) / 2  # of fine scalar steps, entropy coded
 

@@ -7,7 +7,7 @@ from refusals import refused
 from validation.planted import coverage, noise, relabelled
 from validation.planted.run import planted
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 @pytest.fixture

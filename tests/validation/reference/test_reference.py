@@ -49,7 +49,7 @@ def record(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_extraction_is_deterministic_and_takes_long_written_docstrings_once(package):
     documents = corpus.extract(["toylib"])
     assert documents == corpus.extract(["toylib"]) == corpus.extract(["toylib", "toylib"])
@@ -57,7 +57,7 @@ def test_extraction_is_deterministic_and_takes_long_written_docstrings_once(pack
     assert all(document.text.endswith("\n\nMore.") for document in documents)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_torch_doc_calls_are_read(tmp_path, monkeypatch):
     write_package(tmp_path, "1.0", [])
     monkeypatch.syspath_prepend(tmp_path)
@@ -67,14 +67,14 @@ def test_torch_doc_calls_are_read(tmp_path, monkeypatch):
     assert found.text.startswith("abs(x): It explains")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_generated_private_and_gpu_files_of_torch_are_left_out():
     kept = {"nn/modules/linear.py", "_torch_docs.py", "optim/adamw.py"}
     dropped = {"version.py", "_inductor/ir.py", "cuda/memory.py", "nn/_private/x.py", "testing/a.py"}
     assert {name for name in kept | dropped if corpus._is_wanted("torch", name.split("/"))} == kept
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_splits_are_disjoint_complete_and_keep_near_duplicates_together():
     texts = [f"Subject {word * 3} opens {word}. {PROSE}" for word in words(400)]
     texts += [f"Configure a [`{name}Model`] with {PROSE} {name}" for name in ("Llama", "Qwen2", "GPTNeoX")]
@@ -87,7 +87,7 @@ def test_splits_are_disjoint_complete_and_keep_near_duplicates_together():
     assert sum(any("Configure" in document.text for document in side) for side in sides.values()) == 1
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_changed_document_changes_the_hash():
     documents = as_documents(["one", "two"])
     assert corpus.corpus_hash(documents) != corpus.corpus_hash(as_documents(["one", "twp"]))
@@ -95,18 +95,18 @@ def test_a_changed_document_changes_the_hash():
     assert corpus.corpus_hash(as_documents(["ab", "c"])) != corpus.corpus_hash(as_documents(["a", "bc"]))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_recorded_corpus_is_accepted(package, tmp_path):
     sides = corpus.load_checked(record(tmp_path))
     assert sum(map(len, sides.values())) == 3
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_local_version_tag_is_not_part_of_the_version(package):
     assert corpus.installed_version("toylib") == "1.0"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_another_version_is_named(package, tmp_path):
     expected = record(tmp_path)
     write_package(package, "1.1", [f"Topic dogs is first. {PROSE}"])
@@ -116,7 +116,7 @@ def test_another_version_is_named(package, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_other_text_under_the_same_version_is_named(package, tmp_path):
     expected = record(tmp_path)
     write_package(package, "1.0", [f"Topic dogs is first. {PROSE}"])
@@ -125,7 +125,7 @@ def test_other_text_under_the_same_version_is_named(package, tmp_path):
     assert "toylib 1.0 " in str(caught.value)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_missing_package_and_an_unreadable_record_are_corpus_errors(tmp_path):
     with pytest.raises(CorpusError) as caught:
         corpus.extract(["no_such_package_here"])
@@ -138,7 +138,7 @@ def test_a_missing_package_and_an_unreadable_record_are_corpus_errors(tmp_path):
         assert str(tmp_path / "corpus.json") in str(caught.value)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_installed_torch_gives_the_recorded_docstrings():
     recorded = json.loads((MODEL / "corpus.json").read_text())["packages"]["torch"]
     if corpus.installed_version("torch") != recorded["version"]:
@@ -147,7 +147,7 @@ def test_installed_torch_gives_the_recorded_docstrings():
     assert (corpus.corpus_hash(found), len(found)) == (recorded["sha256"], recorded["documents"])
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_short_run_writes_a_model_that_loads(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -183,7 +183,7 @@ def test_a_killed_run_leaves_the_old_model_and_can_go_on(tmp_path, monkeypatch):
     assert json.loads((out / "run.json").read_text())["training"]["steps"] == 3
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_kill_between_the_two_renames_is_mended(tmp_path):
     from validation.reference import publish
 
@@ -193,13 +193,13 @@ def test_a_kill_between_the_two_renames_is_mended(tmp_path):
     assert out.exists() and not old.exists()
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
     with refused(ModelError, "model.no-checkpoint"):
         run_tiny(tmp_path / "reference", resume=True)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_run_of_no_tokens_is_refused(tmp_path):
     from validation.reference import main_train
 
@@ -207,7 +207,7 @@ def test_a_run_of_no_tokens_is_refused(tmp_path):
         main_train(tmp_path / "reference", 0)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_schedule_ends_low_by_tokens_or_by_time():
     from validation.reference.optimise import Progress, TrainingRecipe, learning_rate, share_done
 
@@ -249,7 +249,7 @@ def test_a_run_killed_while_it_copies_goes_on_there(tmp_path, monkeypatch):
     assert json.loads((out / "run.json").read_text())["training"]["steps"] == 3
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_rows_of_copying_are_drawn_anew_for_each_step_and_alike_for_each_run():
     import torch
 
@@ -264,7 +264,7 @@ def test_rows_of_copying_are_drawn_anew_for_each_step_and_alike_for_each_run():
     assert copying.batch(stream, 300, step=4, done=0.9, seed=0)[0].shape == (1, 2304)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["spans", "facts"])
 def test_what_stood_in_a_row_of_copying_returns(kind):
     from itertools import pairwise
@@ -281,7 +281,7 @@ def test_what_stood_in_a_row_of_copying_returns(kind):
     assert len(set(pairs)) < 0.9 * len(pairs)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_batches_continue_the_stream_and_start_again_at_its_end():
     import torch
 
@@ -293,7 +293,7 @@ def test_batches_continue_the_stream_and_start_again_at_its_end():
     assert targets.tolist() == [[8, 9, 0], [1, 2, 3]]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_score_does_not_depend_on_how_many_windows_are_taken_at_once():
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -312,7 +312,7 @@ def test_the_score_does_not_depend_on_how_many_windows_are_taken_at_once():
         evaluate(model, tokenizer, [])
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(not (MODEL / "run.json").exists(), reason="the reference model is not built")
 def test_the_stored_model_is_the_one_its_card_describes():
     from validation.reference import publish
