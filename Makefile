@@ -63,7 +63,7 @@ test-all: test test-rest  ## what CI runs: the tests of `make test`, then those 
 test-rest: $(READY)  ## DVC and Snakemake over the whole pipeline, vLLM with coded pages, compiled loops, planted results, a browser
 	@$(PYTEST) -m "full" $(ARGS)
 
-test-nightly: cluster  ## schedulers, S3, handovers, kills, most of vLLM, sampling, lm-eval; properties with all examples
+test-nightly: cluster  ## schedulers, S3, handovers, kills, most of vLLM, speculation, lm-eval; properties with all examples
 	@$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly $(ARGS)
 
 wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there (ARGS='--with newest')

@@ -9,7 +9,7 @@ The first tier is what one runs before a commit. A test is in another one by its
 - `nightly`: it needs long and seldom tells what the first two do not: schedulers, S3, every case of a handover, each
   way to kill a run, most processes of vLLM beside the engine that a session shares, experiments of DVC, faults planted
   in a real run, training, peak memory, the micro-benchmark, loops that are compiled for options which are no default,
-  laws of sampling, `kvlab recommend`, lm-eval, whatever a cache may be put into, what is run by hand in `validation`.
+  laws of speculation, lm-eval, most of what is run by hand in `validation`.
 
 The third tier also has all properties once more, each with as many examples as it asks for; in the others each has a
 fifth of them.

@@ -170,9 +170,10 @@ def test_k_that_was_turned_by_other_runs_is_refused(calibrated, info, tmp_path):
     turned = replace(calibrated, turned=calibrated.components["k"])
     path = write_calibration(tmp_path / "a.kv", recipe("klt", bits=4, rotary="after"), turned, info)
     assert load_calibration(path, info).turned
-    rewritten(path, run=None)
-    with refused(CalibrationMismatch, "calibration.other-run", path, f"runs of {RUN}", "kvlab calibrate"):
-        load_calibration(path, info)
+    for run, said in ((None, "all positions"), (2 * RUN, f"{2 * RUN} positions")):
+        rewritten(path, run=run)
+        with refused(CalibrationMismatch, "calibration.other-run", path, said, f"runs of {RUN}", "kvlab calibrate"):
+            load_calibration(path, info)
 
 
 def test_another_model_is_refused_by_both_shapes(klt4, info):

@@ -468,14 +468,14 @@ def user(tiny_model, tiny_files, tmp_path_factory):
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.engine
 def test_compiled_vllm_is_refused_in_the_persons_own_process(user):
     assert user.refused["error"] == "CapabilityError"
     assert "enforce_eager=True" in user.refused["message"]
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.parametrize(("run", "recipe"), [("calibrated", CALIBRATED), ("identity", IDENTITY)])
 def test_every_step_fired_on_every_layer_and_stream(user, run, recipe):
@@ -488,7 +488,7 @@ def test_every_step_fired_on_every_layer_and_stream(user, run, recipe):
     assert f"kvlab: recipe {recipe.recipe_id} codes K ({recipe.k.codec})" in user.log
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.engine
 def test_vllm_says_what_transformers_says_with_the_same_codecs(user, hf_engine, tiny_files):
     """Whatever else was in a pass: requests were mixed and prompts cut, and every token was coded by itself."""
@@ -510,7 +510,7 @@ def logprobs(engine, ids: list[int], tap=None) -> torch.Tensor:
     return engine.score(ids, 0, tap).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.engine
 def test_identity_leaves_greedy_text_alone(user, hf_engine):
     for ids, theirs in zip(PROMPTS, user.identity["generated"], strict=True):

@@ -25,7 +25,7 @@ from kvlab.measure import quick_run
 from kvlab.trials import bench
 from refusals import refused_line
 
-pytestmark = pytest.mark.nightly  # code that the chain does not run
+pytestmark = pytest.mark.full  # code that the chain does not run
 
 SMALL = ("--context", 64, "--eval", 32, "--no-witness")
 PLANTED = 1  # the layer whose keys have a channel that no grid bears

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.full
 
 # Each line runs in a process of its own, which says afterwards whether it has loaded torch. They are forked from one
 # that has loaded kvlab alone: to start Python for each takes half a second.

@@ -146,8 +146,8 @@ class Fitting:
     def turned(self, layer: int) -> Components:
         """Those of one layer's K after its rotary embedding, less its mean by position (`codecs.shared.turning`).
 
-        K before its rotary embedding is taken to be alike at all positions, and turned by those of a run, and so is
-        what its errors are weighed by; each head's errors cost what they cost before.
+        K before its rotary embedding is taken to be alike at all positions. Its moments, and what its errors are
+        weighed by, are averaged over the turns of one run; each head's errors cost what they cost before.
 
         Raises
         ------
@@ -159,7 +159,7 @@ class Fitting:
         if 2 * cos.shape[1] != sample.shape[-1]:
             raise CapabilityError(
                 f"the rotary embedding turns {2 * cos.shape[1]} of {sample.shape[-1]} dimensions of a head, and rotary:"
-                " after turns the whole mean of K; give rotary: before",
+                " after turns whole heads; give rotary: before",
                 code="capability.partial-rope",
             )
         _, mean, _ = moments.pooled()
@@ -167,7 +167,8 @@ class Fitting:
         coded = turned_moments(moments, len(sample), cos, sin)
         form = over_positions(self.metrics.k(layer, ridged_sigma(self.whiteners[layer])), 1, cos, sin)
         metric = self._in_nats(layer, "k", ridged(form, self.ridge), coded)
-        own = torch.arange(1, sample.shape[-2] + 1) % RUN
+        tokens = sample.shape[-2]  # without the first one; windows shorter than a run are spread over it
+        own = torch.arange(1, tokens + 1) * -(-RUN // (tokens + 1)) % RUN
         turned = turned_about(sample, mean.to(sample), cos[own], sin[own])
         return klt.fit_moments(coded, turned, metric, self.observed.first(layer, "k"))
 

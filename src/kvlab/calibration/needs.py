@@ -60,7 +60,7 @@ def reads(recipe: StreamRecipe, which: Tensor) -> tuple[Kind, ...]:
 
 
 def by_position(recipe: Recipe) -> bool:
-    """Whether K's mean is taken off by the position of a token: `klt` of K after its rotary embedding."""
+    """Whether to code K one has to know the position of a token: `klt` of K after its rotary embedding."""
     return recipe.rotary == "after" and isinstance(recipe.k, KltStream)
 
 

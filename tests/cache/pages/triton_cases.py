@@ -40,7 +40,7 @@ def layer(bits: float, heads: int, dim: int):
     codec = build(KltStream(bits=bits, escape=False, block_size=64), ladder_making.calibration(heads, dim))
     k, v = (KltRows(codec, SITE, heads, dim, DEVICE) for _ in "kv")
     angle = torch.outer(torch.arange(4096), 10.0 ** -torch.linspace(0, 4, dim // 2))
-    rotation = Rotation(torch.cat([angle.cos(), angle.sin()], 1).to(DEVICE))
+    rotation = Rotation(1.3 * torch.cat([angle.cos(), angle.sin()], 1).to(DEVICE))  # as some scale attention
     return k, v, ServedLoops(k.plan, v.plan), MeanByPosition(rotation, k.plan.decoding.mean.to(DEVICE))
 
 

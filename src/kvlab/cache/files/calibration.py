@@ -86,7 +86,7 @@ class Header(Frozen):
     form : {"whole", "decoder"}
         Whether all that the recipe reads is there, or what decodes alone.
     run : int or None
-        `turning.RUN`, where K is coded after its rotary embedding less its mean by position.
+        `turning.RUN`, where K is coded after its rotary embedding by runs; None else, and in files of before.
     """
 
     recipe: Recipe
@@ -249,7 +249,7 @@ def load_calibration(path: Path | str, info: ModelInfo, identity: str | None = N
         )
     if by_position(header.recipe) and header.run != RUN:
         raise CalibrationMismatch(
-            f"{path} has K turned by all of its position, and this kvlab turns it by runs of {RUN}; {AGAIN}",
+            f"{path} has K turned by {header.run or 'all'} positions, this kvlab turns it by runs of {RUN}; {AGAIN}",
             code="calibration.other-run",
         )
     if not tensors:

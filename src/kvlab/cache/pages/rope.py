@@ -40,7 +40,7 @@ class Rotation:
     rows : pair of array
         Those of a position side by side, float32 [positions, head_dim / 2].
     by_position : bool
-        Whether it is K's mean alone that is turned.
+        Whether K is coded less its mean by position (`MeanByPosition`).
     """
 
     by_position = False
@@ -86,7 +86,7 @@ class Unturned:
 
 
 class MeanByPosition:
-    """K is coded after its rotary embedding of a run, its mean taken off by position; see `codecs.shared.turning`.
+    """K is coded less its mean by position, turned by its place in a run; see `codecs.shared.turning`.
 
     Parameters
     ----------

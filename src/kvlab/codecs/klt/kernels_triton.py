@@ -45,12 +45,13 @@ def components(row, digits, many, first, values, LANES: tl.constexpr, CHUNK: tl.
     return tl.load(values + (tl.load(first + lane)[None, :] + symbol))
 
 
-@triton.jit(do_not_specialize=["room", "row_bytes", "block_size", "most"])
+@triton.jit(do_not_specialize=["room", "row_bytes", "block_size", "most", "runs"])
 def score_kernel(
     rows,  # uint8 [slots, row_bytes]
     blocks,  # int32 [n, most]
     ends,  # int32 [4, n]
-    lines,  # float32 [runs, kv_heads, n * PER, LANES + 2]
+    lines,  # float16 [kv_heads, n * PER, runs, LANES]
+    ends_of_lines,  # float32 [kv_heads, n * PER, runs, 2]: a constant, and what lines are parts of
     by_turn,  # float32 [kv_heads, n * PER, HEAD_DIM]
     turns,  # float32 [positions, HEAD_DIM]
     digits,
@@ -63,6 +64,7 @@ def score_kernel(
     row_bytes,
     block_size,
     most,
+    runs,
     PER: tl.constexpr,
     IN_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -85,7 +87,6 @@ def score_kernel(
     head = group * IN_GROUP + row // PER
     query = ((head * n + sequence) * PER + row % PER)[:, None]
     of_mean = tl.load(by_turn + query * HEAD_DIM + pair, mask=real & (pair < HEAD_DIM)[None, :], other=0.0)
-    of_run = groups * IN_GROUP * n * PER  # queries
     own, own_first = digits + group * DEPTH * 4 * LANES, first + group * LANES
     top = tl.full([ROWS], float("-inf"), tl.float32)
     to = scores + ((sequence * groups + group) * ROWS + row)[:, None] * room
@@ -94,16 +95,16 @@ def score_kernel(
         position, there, at = places(start, first_coded, end, rows, own_blocks, block_size, row_bytes, TILE)
         known = there[None, :] & (pair < HEAD_DIM)[:, None]
         turn = tl.load(turns + position[None, :] * HEAD_DIM + pair[:, None], mask=known, other=0.0)
-        absorbed = lines + (start // RUN * of_run.to(tl.int64) + query) * (LANES + 2)
-        constant = tl.load(absorbed + LANES, mask=real, other=0.0)
-        largest = tl.load(absorbed + LANES + 1, mask=real, other=1.0)
+        of_run = query * runs + start // RUN
+        constant = tl.load(ends_of_lines + 2 * of_run, mask=real, other=0.0)
+        largest = tl.load(ends_of_lines + 2 * of_run + 1, mask=real, other=0.0)
         # as exact as float32: the mean may be far larger than what is about it
         found = tl.dot(of_mean, turn, input_precision="tf32x3") + constant
         for chunk in range(0, LANES, CHUNK):
-            of_lanes = tl.load(absorbed + chunk + lane[None, :], mask=real, other=0.0)
+            of_lanes = tl.load(lines + of_run * LANES + chunk + lane[None, :], mask=real, other=0.0)
             of_chunk = many + (group * LANES + chunk) // CHUNK
             z = components(at, own + chunk, of_chunk, own_first + chunk, values, LANES, CHUNK)
-            found += tl.dot(of_lanes.to(tl.float16), tl.trans(z)) * largest
+            found += tl.dot(of_lanes, tl.trans(z)) * largest
         found = tl.where(there[None, :], found, float("-inf"))
         top = tl.maximum(top, tl.max(found, 1))
         tl.store(to + (position - origin)[None, :], found, mask=real & there[None, :])

@@ -1,11 +1,11 @@
 """Serving from rows of `klt` without escapes whose K was coded after its rotary embedding, compiled by numba.
 
-A key at position t, of a run that begins at b, is R_t mean + R_b z inverse, and its score q . R_t mean + (inverse R_-b
-q) . z: what stands between K's components and a score is the same for all tokens of a run, so it goes into the query,
-once for each run. No key is made. A token costs its bytes made components, and a dot product over those of them that
-have bits; the mean's part is a sum over pairs of dimensions, of the position's cosine and sine times what the query
-makes of the mean. V's components are summed by weight, and what makes values of them comes after the sum, once for each
-query.
+A key at position t, of a run that begins at b, is R_t mean + R_b A^T z, where z are its components and A is the matrix
+between them and keys. Its score is q . R_t mean + (A R_b^T q) . z: R_b^T turns the query back, and A R_b^T q is the
+same for all tokens of a run. No key is made. A token costs its bytes made components, and a dot product over those of
+them that have bits; the mean's part is a sum over pairs of dimensions, of the position's cosine and sine times what the
+query makes of the mean. V's components are summed by weight, and what makes values of them comes after the sum, once
+for each query.
 
 Torch's meaning of it is in `codecs.shared.turning` and `codecs.klt.synthesis`. Where numba is not installed, nothing
 imports this module.
@@ -161,7 +161,7 @@ def _turned_back(q, cos, sin, position, out):
 
 @compiled
 def _absorb(q, heads, a, way, matrix, lines, constant):
-    """What K's components and a constant count for in the scores of queries [rows, head_dim], `_turned_back`.
+    """What K's components and a constant count for in scores of queries [rows, head_dim] that were turned back.
 
     `matrix` holds the rows of K's that belong to components with bits, less its columns' factors.
     """
@@ -248,28 +248,27 @@ def attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen
         start = 0
         while start < tokens:
             at = position + start
-            now = slots[begin + start : begin + min(tokens, start + TILE - at % TILE)]  # so that runs begin alike
+            now = slots[begin + start : begin + min(tokens, start + TILE - at % TILE)]  # runs are absorbed once
             start += len(now)
             wide = (len(now) + LANES - 1) // LANES * LANES  # whole vectors; what is after the tokens weighs nothing
             _tile(rows, now, 0, k_bytes, ka, columns, wide, z)
             column = 0
             while column < len(now):
                 begun = (at + column) // RUN * RUN
-                if column == 0 or begun == at + column:
-                    _turned_back(own, cos, sin, begun, back)
-                    _absorb(back, heads, ka, kw, matrix, lines, constant)
-                end = begun + RUN - at
-                end = end if end < len(now) else wide
+                _turned_back(own, cos, sin, begun, back)
+                _absorb(back, heads, ka, kw, matrix, lines, constant)
+                stop = begun + RUN - at
+                stop = stop if stop < len(now) else wide
                 for row in range(count):
-                    scores[row, column:end] = constant[row]
+                    scores[row, column:stop] = constant[row]
                 for group in range(groups):
                     low, high = first_of(group, ka), first_of(group + 1, ka)
                     for one in range(group * per, count, heads):
-                        own_scores = scores[one : one + per, column:end]
+                        own_scores = scores[one : one + per, column:stop]
                         add_lines(lines[one : one + per, : high - low], z[low:high], column, own_scores)
                         add_lines(turned[one : one + per, :half], cos, at + column, own_scores)
                         add_lines(turned[one : one + per, half:], sin, at + column, own_scores)
-                column = end
+                column = stop
             for row in range(count):
                 out = scores[row, :wide]
                 known = min(max(until[query + row // heads] - at, 0), len(now))
@@ -415,7 +414,7 @@ def _less_mean(x, way):
 
 @compiled
 def _less_turned_mean(x, way, cos, sin, positions):
-    """The same of K after its rotary embedding: less its mean of the position, and turned back to its run's."""
+    """The same of K after its rotary embedding: less its mean at the position, turned back by where its run begins."""
     tokens, heads, head_dim = x.shape
     half, mean, found = head_dim // 2, way.mean.reshape((heads, head_dim)), np.empty(x.shape, np.float32)
     for token in range(tokens):

@@ -30,6 +30,7 @@ TILE, CHUNK, WARPS, STAGES = 32, 32, 4, 1
 SHORTEST = 128  # tokens of a part, at least
 MOST_PARTS, AT_ONCE = 64, 8  # of a sequence, and how many are joined at once
 LEAST = 16  # rows and columns of a matrix product
+assert RUN % TILE == SHORTEST % TILE == 0  # so that no tile is of two runs
 
 
 class ServedStream(NamedTuple):
@@ -226,7 +227,8 @@ class ServedLoops:
         padded = max(LEAST, triton.next_power_of_2(self.per_group * per))
         parts = max(1, span.parts)
         own = q.unflatten(1, (kv_heads, per)).transpose(0, 1).flatten(1, 2)
-        lines, by_turn = self._absorbed(own, turns[: span.runs * RUN : RUN]), self._mean_of(own)
+        lines, ends = self._absorbed(own, turns[: span.runs * RUN : RUN])
+        queries = lines, ends, self._mean_of(own), turns
         scores = q.new_empty(n, groups, padded, parts * span.size)
         seen, sums = q.new_empty(2, n, groups, parts, padded), q.new_empty(n, groups, parts, padded, lanes)
         totals, log_sum = q.new_empty(kv_heads, n * per, lanes), q.new_empty(n, heads)
@@ -237,21 +239,8 @@ class ServedLoops:
         with torch.cuda.device_of(rows):  # Triton launches where torch is, and not where tensors are
             if span.parts:
                 score_kernel[parts, groups, n](
-                    *(
-                        rows,
-                        span.blocks,
-                        span.ends,
-                        lines,
-                        by_turn,
-                        turns,
-                        k.digits,
-                        k.many,
-                        k.first,
-                        k.values,
-                        scores,
-                        seen,
-                    ),
-                    *where,
+                    *(rows, span.blocks, span.ends, *queries, k.digits, k.many, k.first, k.values, scores, seen),
+                    *(*where, span.runs),
                     **(heads_of | sizes | programs),
                     LANES=k.back.shape[1],
                     DEPTH=k.digits.shape[1],
@@ -276,22 +265,27 @@ class ServedLoops:
         mean = torch.baddbmm(self.constant, totals, v.back)
         return mean.unflatten(1, (n, per)).transpose(0, 1).reshape(q.shape), log_sum
 
-    def _absorbed(self, q: Tensor, turns: Tensor) -> Tensor:
+    def _absorbed(self, q: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
         """What K's lanes and a constant count for in scores of q [kv_heads, n, head_dim], by run.
-
-        Lanes are in parts of the largest one, which comes last: so no query leaves what a float16 holds.
 
         Parameters
         ----------
         turns : Tensor
             Cosines and then sines of where runs begin, float32 [runs, head_dim].
+
+        Returns
+        -------
+        lines : Tensor
+            In parts of the largest one, so that none leaves what a float16 holds: float16 [kv_heads, n, runs, lanes].
+        ends : Tensor
+            The constant and the largest, float32 [kv_heads, n, runs, 2].
         """
-        (low, high), (cos, sin) = q.chunk(2, dim=-1), turns[:, None, None].chunk(2, dim=-1)
+        (low, high), (cos, sin) = q[:, :, None].chunk(2, dim=-1), turns.chunk(2, dim=-1)
         back = torch.cat([low * cos + high * sin, high * cos - low * sin], dim=-1)
-        constant = (back * self.k.rest[:, None]).sum(-1, keepdim=True)
-        lines = back @ self.k.back.mT
+        constant = (back * self.k.rest[:, None, None]).sum(-1, keepdim=True)
+        lines = torch.bmm(back.flatten(1, 2), self.k.back.mT).unflatten(1, back.shape[1:3])
         largest = lines.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-        return torch.cat([lines / largest, constant, largest], dim=-1)
+        return lines.div_(largest).half(), torch.cat([constant, largest], dim=-1)
 
     def _mean_of(self, q: Tensor) -> Tensor:
         """What cosines and sines count for in scores of q [kv_heads, n, head_dim]: K's mean.

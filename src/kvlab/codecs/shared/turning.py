@@ -3,8 +3,8 @@
 The mean of K is known before the rotary embedding R_t of position t, so after it that of a token is R_t mean, which
 attention gets from the position alone. What is about the mean is turned by how far a token is into its run of `RUN`
 positions: of position t = b + s, where b is a multiple of `RUN`, what is coded is R_s (K - mean) + mean. So attention
-turns a query by b, once for each run, and no key. The shorter a run, the more K in it is alike, and the fewer bits it
-needs.
+turns a query back by b, once for each run, and no key. The shorter a run, the more K in it is alike, and the fewer bits
+it needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlab.codecs.shared.metric import rotated
 from kvlab.codecs.shared.moments import Moments
 
-RUN = 128  # positions; a multiple of what loops make components of at once
+RUN = 128  # positions
 
 
 def turned_about(k: Tensor, mean: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
