@@ -58,8 +58,8 @@ PART = 1024  # tokens of which one matrix product makes keys: more of them cost 
 class Looked(NamedTuple):
     """Tokens that few queries look at, the same for all layers.
 
-    Tokens are cut into runs of neighbours of one sequence, where a position is a multiple of `PART`, and runs gathered
-    into parts of at most as many tokens. Where that is done depends on the sequences alone, not on threads.
+    Tokens are cut into runs of at most `PART` neighbours of one sequence, and runs gathered into parts of at most as
+    many tokens. Where that is done depends on the sequences alone, not on threads.
 
     Parameters
     ----------
@@ -90,14 +90,12 @@ class Looked(NamedTuple):
         runs, parts, offset, seen, size = [], [], 0, 0, 0
         for number, (count, position) in enumerate(zip(counts, positions, strict=True)):
             first, last = starts[number], starts[number + 1]
-            start = 0
-            while start < count:
-                tokens = min(PART - (position + start) % PART, count - start)
+            for start in range(0, count, PART):
+                tokens = min(PART, count - start)
                 if not parts or size + tokens > PART:
                     parts, size = [*parts, (len(runs), len(runs))], 0
                 runs.append((offset + start, tokens, position + start, first, last, seen))
                 parts[-1], size, seen = (parts[-1][0], len(runs)), size + tokens, seen + last - first
-                start += tokens
             offset += count
         found = np.array(runs, np.int64).reshape(-1, 6)
         own = found[:, 4] - found[:, 3]

@@ -24,7 +24,7 @@ from kvlab.codecs.klt.halves import lent
 from kvlab.codecs.klt.reading import Looked, RowReader
 from kvlab.codecs.klt.reading_numba import in_threads, way_of
 from kvlab.codecs.klt.tables_numba import StreamTables, tables_of
-from kvlab.codecs.klt.tiles_numba import TILE, Way, compiled, first_of
+from kvlab.codecs.klt.tiles_numba import TILE, Active, Way, compiled, first_of
 from kvlab.codecs.klt.vectors_numba import matrix_of, turned_round, unpack
 from kvlab.codecs.klt.writing_numba import places_of
 from kvlab.codecs.shared.lanes_numba import LANES
@@ -47,7 +47,8 @@ class ServedAttention:
     """
 
     def __init__(self, k: RowReader, v: RowReader):
-        self.k, self.v = (StreamTables(part.read.active, _constant_in_mean(part)) for part in (k, v))
+        ways = _for_queries(k.read.active, _constant_in_mean(k)), _constant_in_mean(v)
+        self.k, self.v = (StreamTables(part.read.active, way) for part, way in zip((k, v), ways, strict=True))
         self.room = room_of(self.k, self.v, max(k.read.bytes, v.read.bytes) + 1)
 
     def __call__(
@@ -91,14 +92,16 @@ class ServedAttention:
 
 def room_of(k: StreamTables, v: StreamTables, bytes: int) -> int:
     """Numbers in float32 that `parts_of` divides."""
-    most = max(len(part.active.component) for part in (k, v))
-    return most * (k.way.mean.shape[1] + APART) + bytes * TILE // 4
+    return k.way.mean.size * (k.way.mean.shape[1] + APART) + bytes * TILE // 4
 
 
 @compiled
-def parts_of(room, ka, va, width):
-    """Room for a matrix [most, width], for components of a tile [most, APART], and for bytes uint8 [n, TILE]."""
-    most = max(len(ka.component), len(va.component))
+def parts_of(room, mean):
+    """Room for a matrix [most, width], for components of a tile [most, APART], and for bytes uint8 [n, TILE].
+
+    `most` is how many components there are, with bits or without, and `mean` that of K or V [groups, width].
+    """
+    most, width = mean.size, mean.shape[1]
     one, two = most * width, most * (width + APART)
     bytes = room[two:].view(np.uint8).reshape((-1, TILE))
     return room[:one].reshape((most, width)), room[one:two].reshape((most, APART)), bytes
@@ -122,6 +125,24 @@ def _constant_in_mean(reader: RowReader) -> Way:
     plan, loop = reader.plan, reader.read
     constant = torch.from_numpy(loop.active.constant).view(plan.groups, 1, plan.width)
     return way_of(plan, plan.back)._replace(shift=(constant @ plan.back.full())[:, 0].contiguous().numpy())
+
+
+def _for_queries(a: Active, way: Way) -> Way:
+    """A way whose matrix has a row for each dimension of a group, and columns of the components with bits alone.
+
+    Those come first, in their order, and so do their factors; the other columns are zero.
+    """
+    width, halves, row = way.mean.shape[1], np.zeros_like(way.halves), np.zeros_like(way.row)
+    for group in range(len(halves)):
+        own = a.component[a.component // width == group] - group * width
+        halves[group, :, : len(own)], row[group, : len(own)] = way.halves[group, own].T, way.row[group, own]
+    return way._replace(halves=halves, row=row)
+
+
+@compiled
+def whole_vectors(count):
+    """The least number of whole vectors' numbers that is not below a count."""
+    return (count + LANES - 1) // LANES * LANES
 
 
 @compiled
@@ -163,31 +184,24 @@ def _turned_back(q, cos, sin, position, out):
 def _absorb(q, heads, a, way, matrix, lines, constant):
     """What K's components and a constant count for in scores of queries [rows, head_dim] that were turned back.
 
-    `matrix` holds the rows of K's that belong to components with bits, less its columns' factors.
+    `matrix` [groups * width, width] is `_for_queries`, made numbers. Into `lines` [rows, width] and `constant` [rows].
     """
     groups, width = way.mean.shape
     head_dim, per = q.shape[1], heads // groups
     of_one = per * head_dim // width
-    three, found = np.zeros((3, head_dim), np.float32), np.empty((3, len(matrix)), np.float32)
-    for group in range(groups):
-        low, high = first_of(group, a), first_of(group + 1, a)
-        for query in range(group * per, len(q), heads):
-            for head in range(0, per, of_one):
-                first = head // of_one * head_dim
-                column, rest = way.column[group, first : first + head_dim], way.shift[group, first : first + head_dim]
-                for begin in range(query + head, query + head + of_one, 3):
-                    several = min(3, query + head + of_one - begin)
-                    for more in range(several):
-                        for at in range(head_dim):
-                            three[more, at] = q[begin + more, at] * column[at]
-                    products(three, matrix[low:high], first, head_dim, found)
-                    for more in range(several):
-                        row = begin + more
-                        lines[row, : high - low] = found[more, : high - low]
-                        total = float32(0)
-                        for at in range(head_dim):
-                            total += q[row, at] * rest[at]
-                        constant[row] = total
+    lines[:] = 0
+    for begin in range(0, len(q), of_one):
+        group, first = begin % heads // per, begin % heads % per // of_one * head_dim
+        active, rest = first_of(group + 1, a) - first_of(group, a), way.shift[group, first : first + head_dim]
+        own, to, top = q[begin : begin + of_one], lines[begin : begin + of_one], group * width + first
+        add_lines(own, matrix[top : top + head_dim], 0, to[:, : min(whole_vectors(active), width)])
+        for row in range(of_one):
+            for number in range(active):
+                to[row, number] *= way.row[group, number]
+            total = float32(0)
+            for at in range(head_dim):
+                total += own[row, at] * rest[at]
+            constant[begin + row] = total
 
 
 @compiled
@@ -227,12 +241,12 @@ def attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen
     if len(runs) == 0:
         return
     (ka, kw), (va, _) = tables_of(k), tables_of(v)
-    matrix, z, columns = parts_of(room, ka, va, kw.mean.shape[1])
+    matrix, z, columns = parts_of(room, kw.mean)
     groups, half, heads = len(ka.end), len(cos), q.shape[1]
     per, powers = heads // groups, np.empty(TILE, np.int32)
     floats, k_bytes, v_bytes = powers.view(np.float32), first, rows.shape[1] - first
     found = np.empty((3, len(z)), np.float32)
-    matrix_of(kw.halves, kw.row, ka.component, matrix)
+    matrix_of(kw.halves, kw.column, np.arange(len(matrix)), matrix)
     for begin, tokens, position, query, end, to in runs:
         count, mine = (end - query) * heads, slice(to * heads, (to + end - query) * heads)
         own = np.empty((count, 2 * half), np.float32)
@@ -241,24 +255,24 @@ def attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen
             for at in range(2 * half):
                 own[row, at] *= float32(scale)
         top, weight, total = seen.top[mine], seen.weight[mine], seen.sum[mine]
-        lines, turned = np.empty((count, len(matrix)), np.float32), np.empty((count, 2 * half), np.float32)
+        lines, turned = np.empty((count, kw.mean.shape[1]), np.float32), np.empty((count, 2 * half), np.float32)
         constant, back = np.empty(count, np.float32), np.empty_like(own)
-        scores = np.zeros((count + 2, TILE), np.float32)  # `products` takes three rows at once
+        scores = np.zeros((count + 2, APART), np.float32)  # `products` takes three rows at once
         _mean_of(own, heads, kw, turned)
-        start = 0
-        while start < tokens:
-            at = position + start
-            now = slots[begin + start : begin + min(tokens, start + TILE - at % TILE)]  # runs are absorbed once
-            start += len(now)
-            wide = (len(now) + LANES - 1) // LANES * LANES  # whole vectors; what is after the tokens weighs nothing
+        absorbed = -1
+        for start in range(0, tokens, TILE):
+            now, at = slots[begin + start : begin + min(start + TILE, tokens)], position + start
+            wide = whole_vectors(len(now))  # what is after the tokens weighs nothing
             _tile(rows, now, 0, k_bytes, ka, columns, wide, z)
             column = 0
-            while column < len(now):
+            while column < len(now):  # a run after the other
                 begun = (at + column) // RUN * RUN
-                _turned_back(own, cos, sin, begun, back)
-                _absorb(back, heads, ka, kw, matrix, lines, constant)
-                stop = begun + RUN - at
-                stop = stop if stop < len(now) else wide
+                if begun != absorbed:
+                    _turned_back(own, cos, sin, begun, back)
+                    _absorb(back, heads, ka, kw, matrix, lines, constant)
+                    absorbed = begun
+                after = min(begun + RUN - at, len(now))
+                stop = column + whole_vectors(after - column)  # the next run writes over what is after this one
                 for row in range(count):
                     scores[row, column:stop] = constant[row]
                 for group in range(groups):
@@ -268,7 +282,7 @@ def attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen
                         add_lines(lines[one : one + per, : high - low], z[low:high], column, own_scores)
                         add_lines(turned[one : one + per, :half], cos, at + column, own_scores)
                         add_lines(turned[one : one + per, half:], sin, at + column, own_scores)
-                column = stop
+                column = after
             for row in range(count):
                 out = scores[row, :wide]
                 known = min(max(until[query + row // heads] - at, 0), len(now))
@@ -489,7 +503,7 @@ def _put(z, a, rows, slots, first, bytes, room):
 def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, room, sources, kept_rows, places, stored):
     """See `ServedWriter`; both streams are made components before a byte is written."""
     (ka, kw), (va, vw) = tables_of(k_tables), tables_of(v_tables)
-    matrix, _, columns = parts_of(room, ka, va, kw.mean.shape[1])
+    matrix, _, columns = parts_of(room, kw.mean)
     k_rest, v_rest = _less_turned_mean(k, kw, cos, sin, positions), _less_mean(v, vw)
     k_z, v_z = np.empty((len(k), len(ka.component)), np.float32), np.empty((len(v), len(va.component)), np.float32)
     if not (_components(k_rest, ka, kw, matrix, k_z) and _components(v_rest, va, vw, matrix, v_z)):
