@@ -24,10 +24,11 @@ from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.cache.hf.rope import find_rotary, turns
 from kvlab.cache.pages.rope import MeanByPosition, Rotation
 from kvlab.codecs.hadamard import HadamardStream
-from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt import KltStream, served_triton
 from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.klt.served_triton import CodedSpans, ServedLoops
 from kvlab.codecs.registry import build
+from kvlab.codecs.shared.turning import RUN
 from kvlab.core.errors import CapabilityError, NonFinite
 from refusals import refused
 
@@ -83,6 +84,10 @@ def test_rows_and_attention_are_what_torch_says(heads, dim, bits):
             scale = values.abs().amax((1, 2))[:, None]
             assert ((mean[number] - answer).abs() / scale).max() < 5e-3
     assert mean.isfinite().all()
+
+
+def test_no_tile_is_of_two_runs():
+    assert RUN % served_triton.TILE == served_triton.SHORTEST % served_triton.TILE == 0
 
 
 def test_what_is_not_finite_is_noticed():

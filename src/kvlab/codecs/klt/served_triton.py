@@ -27,10 +27,9 @@ from kvlab.codecs.shared.turning import RUN
 # Tokens and lanes of which a program makes components at once, its warps, and its stages: of nine choices that were
 # tried on an H200, this one was the fastest with 32 sequences of 8,192 tokens (kvlab 90b635f7).
 TILE, CHUNK, WARPS, STAGES = 32, 32, 4, 1
-SHORTEST = 128  # tokens of a part, at least
+SHORTEST = 128  # tokens of a part, at least; it and `RUN` are multiples of `TILE`, so no tile is of two runs
 MOST_PARTS, AT_ONCE = 64, 8  # of a sequence, and how many are joined at once
 LEAST = 16  # rows and columns of a matrix product
-assert RUN % TILE == SHORTEST % TILE == 0  # so that no tile is of two runs
 
 
 class ServedStream(NamedTuple):
