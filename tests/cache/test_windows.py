@@ -73,7 +73,7 @@ def test_what_is_written_is_what_transformers_own_sliding_layers_give(engine):
 @pytest.mark.parametrize(
     ("name", "semantics"),
     [
-        ("kivi", "in_forward"),
+        pytest.param("kivi", "in_forward", marks=pytest.mark.full),
         ("klt, its ends exact", "serving"),
         pytest.param("hadamard", "serving", marks=pytest.mark.nightly),
         pytest.param("hadamard", "in_forward", marks=pytest.mark.nightly),

@@ -121,6 +121,7 @@ def test_the_same_question_asked_again_gets_the_same_evidence(here):
 # ------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
@@ -146,6 +147,7 @@ def test_a_wish_that_cannot_be_met_is_one_line(here, typed, words):
     assert not list(Path().glob("o/*evidence*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "task", "words"),
     [
@@ -166,11 +168,13 @@ def test_a_task_that_cannot_be_run_is_one_line(here, changes, task, words):
     assert (code, out) == (2, "") and all(word in err for word in words), err
 
 
+@pytest.mark.full
 def test_an_engine_that_no_eval_knows_is_refused():
     with refused(CapabilityError, "capability.no-evals", "third", "hf and vllm"):
         started(SimpleNamespace(engine="third"), None, None, 0, None)
 
 
+@pytest.mark.full
 def test_an_unregistered_pair_of_codecs_has_no_row(here):
     recipe = write_recipe_file("recipe.json", Recipe(k=IntStream(bits=8), v=HadamardStream(bits=8)))
     code, _, err = here(asked("toy_chosen", done=f"--recipe {recipe}"))
@@ -180,6 +184,7 @@ def test_an_unregistered_pair_of_codecs_has_no_row(here):
     assert code == 2 and "one codec" in err
 
 
+@pytest.mark.full
 def test_a_codec_that_codes_nothing_of_so_short_a_text_is_a_fault(here):
     recipe = write_recipe_file("recipe.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
     code, out, err = here(asked("toy_chosen", done=f"--recipe {recipe}"))
@@ -187,6 +192,7 @@ def test_a_codec_that_codes_nothing_of_so_short_a_text_is_a_fault(here):
     assert not Path("out/evidence.json").exists()
 
 
+@pytest.mark.full
 def test_what_the_model_raises_is_not_laid_to_the_task(here, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("of the engine")
@@ -196,12 +202,14 @@ def test_what_the_model_raises_is_not_laid_to_the_task(here, monkeypatch):
         here(asked("toy_chosen"))
 
 
+@pytest.mark.full
 def test_any_supported_model_may_be_named_by_its_folder(here, tiny_model):
     code, _, err = here(asked("toy_chosen", more=f"--limit 2 --model {tiny_model}"))
     assert code == 0, err
     assert written("row")["model"] == tiny_model.name and written("evidence")["identity"]["model"] == tiny_model.name
 
 
+@pytest.mark.full
 def test_a_model_folder_needs_no_params_yaml(here, tiny_model):
     Path("params.yaml").unlink()
     recipe = write_recipe_file("recipe.json", Recipe(k=IntStream(bits=8), v=IntStream(bits=8)))
@@ -221,12 +229,14 @@ def test_a_model_folder_needs_no_params_yaml(here, tiny_model):
     assert (code, out) == (2, "") and "nothere.yaml" in err
 
 
+@pytest.mark.full
 def test_without_the_harness_one_line_says_how_to_get_it(here, monkeypatch):
     monkeypatch.setattr("kvlab.cli.evals.find_spec", lambda name: None)
     code, _, err = here(asked("toy_chosen"))
     assert code == 2 and "pip install lm-eval==" in err
 
 
+@pytest.mark.full
 def test_the_digest_of_the_code_is_of_code_that_is_there(root):
     for name in MEASURING:
         assert any((root / "src/kvlab" / name).rglob("*.py")), name
@@ -282,6 +292,7 @@ def test_the_example_of_the_documentation_runs_as_it_stands_there(here, root):
     assert ran == 3
 
 
+@pytest.mark.full
 def test_the_documentation_names_flags_and_evals_that_there_are(root):
     text = re.sub(r"^lm_eval .*$", "", (root / "docs/eval.md").read_text(), flags=re.MULTILINE)  # another program's
     flags = {*flags_of(eval_verb.eval_verb), *flags_of(importing.import_verb), "--evidence"}

@@ -36,7 +36,9 @@ SMALL = {
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in sorted(KINDS) if kind != "qwen3")],
+    params=[
+        pytest.param(kind, marks=pytest.mark.full if kind == "qwen3" else pytest.mark.nightly) for kind in sorted(KINDS)
+    ],
 )
 def mine(request, tmp_path_factory):
     """A folder with a model of one architecture and two texts."""

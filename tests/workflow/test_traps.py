@@ -39,6 +39,7 @@ def test_the_profile_is_where_snakemake_looks_for_it():
     assert (ROOT / "profiles/default/config.yaml").samefile(ROOT / "workflow/profiles/default/config.yaml")
 
 
+@pytest.mark.full
 def test_no_rule_shares_results_through_snakemake_s_own_cache(rules):
     """Its key leaves out wildcards: another engine or layer would silently get the first one's file."""
     assert [name for name, rule in rules.items() if rule["cache"]] == []
@@ -49,6 +50,7 @@ def test_every_out_is_cached_and_removed_before_its_stage_runs(stages):
     assert [out for stage in stages.values() for out in outs(stage) if not isinstance(out, str)] == []
 
 
+@pytest.mark.full
 def test_parameters_reach_a_rule_by_name_and_never_as_a_file(rules):
     """params.yaml as an input reruns everything; loose params are compared as a set of values without names."""
     assert [name for name, rule in rules.items() if "params.yaml" in rule["input"]] == []
@@ -67,6 +69,7 @@ def test_a_command_of_dvc_says_nothing_of_how_jobs_are_run(stages):
         assert re.fullmatch(rf"snakemake --nolock --allowed-rules( \w+)+ -- {name}", stage["cmd"]), name
 
 
+@pytest.mark.full
 def test_no_rule_reads_a_folder(rules):
     """Snakemake does not see what changes inside; where a job makes one, the file beside it is what is read."""
     folders = {folder for rule in rules.values() for folder in rule["folders"]}
@@ -80,6 +83,7 @@ def pattern(path):
     return "[^/.]+".join(map(re.escape, re.split(r"\{\w+(?:,[^{}]*)?\}", path))) + "(/.*)?"
 
 
+@pytest.mark.full
 def test_what_differs_in_every_run_is_no_result(rules, stages):
     """Logs and benchmarks hold times: in an out they would change its hash, and everything after it would run."""
     made = [out for stage in stages.values() for out in outs(stage)]

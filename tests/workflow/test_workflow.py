@@ -168,6 +168,7 @@ def test_a_failed_job_names_its_log_and_the_reason(workspace):
     assert written(workspace) == set()
 
 
+@pytest.mark.full
 def test_every_rule_that_runs_something_is_documented_logged_and_benchmarked(rules):
     working = {name: rule for name, rule in rules.items() if rule["runs"]}
     assert {"corpus_model", "capture_engine", "measure_float32", "gap_metrics", "report_lead"} <= working.keys()
@@ -193,6 +194,7 @@ def test_a_changed_parameter_reaches_exactly_the_stages_that_name_it(affected, s
         assert found == sorted(name for name, stage in stages.items() if key in stage["params"]), leaf
 
 
+@pytest.mark.full
 def test_a_job_depends_on_its_own_engine_only(rules):
     inputs = rules["capture_engine"]["inputs"]
     for engine, other in (("hf", "vllm"), ("vllm", "hf")):

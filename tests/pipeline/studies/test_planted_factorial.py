@@ -69,7 +69,12 @@ def both_dtypes(write):
     return write(["hf"], ["float32", "bfloat16"])
 
 
-@pytest.fixture(params=["both_engines", pytest.param("both_dtypes", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    params=[
+        pytest.param("both_engines", marks=pytest.mark.full),
+        pytest.param("both_dtypes", marks=pytest.mark.nightly),
+    ]
+)
 def files(request):
     return request.getfixturevalue(request.param)
 
@@ -87,6 +92,7 @@ def test_what_is_planted_by_facts_is_found_by_labels(files):
     assert len(paths) == 4  # two ways of corners, and the two entries
 
 
+@pytest.mark.full
 def test_the_files_are_those_of_the_pipeline(both_engines):
     """Canaries are of the real codec, and every codec fired on every layer, stream and window."""
     for path in both_engines.paths:
@@ -110,6 +116,7 @@ def test_files_that_nobody_exchanged_are_no_control(files, monkeypatch):
     assert not any(one["refused"] or one["missed"] or one["holds"] for one in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ignored", ["protocol", "variance_ratio", "origin", "engine"])
 def test_a_corner_taken_for_another_is_found_out(both_engines, monkeypatch, ignored):
     """`corner_cell` with one factor always low: a mislabelling that no file shows."""
@@ -168,6 +175,7 @@ def grid():
     return [[both[i >> j & 1] for j, both in enumerate(levels)] for i in range(2 ** len(levels))]
 
 
+@pytest.mark.full
 def test_another_share_is_found_out(both_engines):
     case = factorial.case(both_engines)
     named = {"gap", "share of `variance_ratio`", "share of `engine`"}
