@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from itertools import product
 from typing import NamedTuple
 
 import numba
@@ -46,7 +45,7 @@ from kvlab.codecs.shared.lines_numba import add_lines
 from kvlab.core.errors import NonFinite, StreamError
 
 BLOCK = 4
-AFTER = pytest.mark.nightly  # loops for K after its rotary embedding take long to compile: one case goes before
+AFTER = pytest.mark.nightly  # those loops take long to compile, and tests/cache/test_columns.py has them sooner
 CODE = compiled.code  # as it is, whatever a test puts in its place
 
 
@@ -214,14 +213,10 @@ def test_bytes_of_tokens_turned_round_lie_side_by_side(bytes, tokens, first):
     assert not found[bytes].any() and not found[:, tokens:].any()
 
 
-@pytest.mark.parametrize(
-    ("bits", "tokens", "heads", "dtype"),
-    [
-        pytest.param(*case, marks=[] if case[1:] == (300, 6, torch.bfloat16) else AFTER)
-        for bits, tokens in [(1, 5), (2, 300), (3, 5), (4, 70), (6, 9), (8, 3)]
-        for case in product([bits], [tokens], [3, 6], [torch.float32, torch.bfloat16, torch.float16])
-    ],
-)
+@AFTER
+@pytest.mark.parametrize(("bits", "tokens"), [(1, 5), (2, 300), (3, 5), (4, 70), (6, 9), (8, 3)])
+@pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_served_rows_are_torch_s_and_read_as_torch_reads_them(heads, bits, tokens, dtype):
     """By one loop each way; a value between two of a table's may fall to either side."""
     dim = 64

@@ -55,7 +55,7 @@ IN_FRONT = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", IN_THE_PAYLOAD)
 def test_damage_that_shows_while_loading_is_computed_anew_and_mended(engine, saved, name):
     prompt, cold, path = saved

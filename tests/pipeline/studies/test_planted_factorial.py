@@ -125,7 +125,7 @@ def test_a_corner_taken_for_another_is_found_out(both_engines, monkeypatch, igno
     assert any(f"`{ignored}`" in name for name in missed(factorial.case(both_engines).claims))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_an_engine_under_anothers_name_is_found_out(write, start, hf_engine):
     """The job of vLLM runs transformers: refused at its start, by what it leaves behind, and by the numbers."""
     with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +152,7 @@ def other(write, patch, engine):
     return write(["hf", "vllm"], ["float32"])
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_another_origins_calibration_is_found_out(write, monkeypatch):
     """The job reads one origin's numbers for both."""
     real = measure.calibrated_for
