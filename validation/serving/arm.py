@@ -69,20 +69,34 @@ def batches(llm: Any, task: dict) -> list[dict]:
 
 def timed(engine: Any, prompts: list[list[int]], steps: int) -> dict:
     """Seconds until every request has its first token, and of a step after that, the median of several."""
-    for number, ids in enumerate(prompts):
-        engine.add_request(f"{len(prompts)}-{number}", {"prompt_token_ids": ids}, sampling(1000))
-    begun, prefill, after = {}, 0.0, []
-    while len(after) < steps:
-        all_decode, before = len(begun) == len(prompts), time.process_time()
-        outputs = engine.step()
-        seconds = time.process_time() - before
-        begun |= {output.request_id: True for output in outputs if output.outputs[0].token_ids}
-        if all_decode:
-            after.append(seconds)
-        else:
-            prefill += seconds
-    engine.abort_request(list(begun))
+    prefill = prefilled(engine, prompts)
+    after = [stepped(engine)[0] for _ in range(steps)]
+    engine.abort_request(names(prompts))
     return {"batch": len(prompts), "prefill": prefill, "step": statistics.median(after)}
+
+
+def names(prompts: list[list[int]]) -> list[str]:
+    """Of requests that come at once."""
+    return [f"{len(prompts)}-{number}" for number in range(len(prompts))]
+
+
+def prefilled(engine: Any, prompts: list[list[int]]) -> float:
+    """Seconds until every request has its first token; each then has a token more in every step."""
+    for name, ids in zip(names(prompts), prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": ids}, sampling(1000))
+    begun, total = set(), 0.0
+    while len(begun) < len(prompts):
+        seconds, outputs = stepped(engine)
+        begun |= {output.request_id for output in outputs if output.outputs[0].token_ids}
+        total += seconds
+    return total
+
+
+def stepped(engine: Any) -> tuple[float, list[Any]]:
+    """Seconds that a step took, and its outputs."""
+    before = time.process_time()
+    outputs = engine.step()
+    return time.process_time() - before, outputs
 
 
 def returning(llm: Any, task: dict) -> dict:

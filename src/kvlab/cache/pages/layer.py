@@ -17,7 +17,8 @@ from kvlab.core.errors import CodecNotActive
 
 if TYPE_CHECKING:
     from kvlab.codecs.klt.reading_numba import TileAttention
-    from kvlab.codecs.klt.served_numba import ServedAttention, ServedWriter
+    from kvlab.codecs.klt.served_numba import ServedAttention
+    from kvlab.codecs.klt.served_writing_numba import ServedWriter
 
 
 class LayerPages:
@@ -175,10 +176,10 @@ def compiled_loops(
     """Attention of few queries over both streams, and what writes tokens; None where torch does it."""
     if not k or not v:
         return None, None
-    from kvlab.codecs.klt import reading_numba, served_numba
+    from kvlab.codecs.klt import reading_numba, served_numba, served_writing_numba
 
     if not by_position:
         return reading_numba.TileAttention(k, v), None
     if k.plan.escaping or v.plan.escaping:
         return None, None
-    return served_numba.ServedAttention(k, v), served_numba.ServedWriter(k, v)
+    return served_numba.ServedAttention(k, v), served_writing_numba.ServedWriter(k, v)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import float32, uint8
+from numba import float32
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,14 +26,12 @@ from kvlab.codecs.klt.reading_numba import in_threads, way_of
 from kvlab.codecs.klt.tables_numba import StreamTables, tables_of
 from kvlab.codecs.klt.tiles_numba import TILE, Active, Way, compiled, first_of
 from kvlab.codecs.klt.vectors_numba import matrix_of, turned_round, unpack
-from kvlab.codecs.klt.writing_numba import places_of
 from kvlab.codecs.shared.lanes_numba import LANES
 from kvlab.codecs.shared.lines_numba import add_lines, products
-from kvlab.codecs.shared.softmax_numba import add_exact, as_numbers, store, widen
+from kvlab.codecs.shared.softmax_numba import add_exact, as_numbers, widen
 from kvlab.codecs.shared.turning import RUN
 
 NO_SINGLES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), np.bool_)
-NO_PLACES = (np.empty(0, np.int64),) * 3
 APART = TILE + 16  # columns of a tile: at powers of two rows drive each other out of the near cache
 
 
@@ -66,10 +64,10 @@ class ServedAttention:
 
         `singles` say which queries see which of them in `stored`; see `softmax_numba.add_exact`.
         """
-        queries = _numbers(q)
+        queries = numbers_of(q)
         mean, log_sum = np.zeros(queries.shape, np.float32), np.empty(queries.shape[:2], np.float32)
         reads = rows, x.slots, first, self.k.addresses, self.v.addresses, *turning, queries, scale, x.until
-        kept = _nothing_kept(queries) if stored is None else as_numbers(stored)
+        kept = exact_numbers(stored, queries)
         ends = x.queries, *singles, kept, mean, log_sum
         if (threads := min(torch.get_num_threads(), len(x.runs))) < 2:
             serve(x.runs, *reads, self._room(), *ends)
@@ -107,14 +105,14 @@ def parts_of(room, mean):
     return room[:one].reshape((most, width)), room[one:two].reshape((most, APART)), bytes
 
 
-def _numbers(x: Tensor) -> NDArray:
+def numbers_of(x: Tensor) -> NDArray:
     """A tensor as `widen` takes it, in one run: loops are compiled for each layout that they meet."""
     return np.ascontiguousarray(as_numbers(x if x.dtype == torch.bfloat16 else x.float()))
 
 
-def _nothing_kept(x: NDArray) -> NDArray:
-    """What `softmax_numba.add_exact` and `store` take where no token of a request is kept exact."""
-    return np.empty((2, 0, 1, 0, 1), x.dtype)
+def exact_numbers(stored: Tensor | None, x: NDArray) -> NDArray:
+    """Exact tokens as `softmax_numba.add_exact` and `store` take them beside x; none where none are kept."""
+    return np.empty((2, 0, 1, 0, 1), x.dtype) if stored is None else as_numbers(stored)
 
 
 def _constant_in_mean(reader: RowReader) -> Way:
@@ -205,6 +203,43 @@ def _absorb(q, heads, a, way, matrix, lines, constant):
 
 
 @compiled
+def _add_scores(lines, turned, constant, z, a, heads, cos, sin, position, scores, column):
+    """Scores of tokens of one run, the first of them at a position and in a column of z, into [rows, tokens].
+
+    `lines` and `constant` are of `_absorb`, and `turned` is of `_mean_of`.
+    """
+    groups, half, count = len(a.end), len(cos), len(lines)
+    per = heads // groups
+    for row in range(count):
+        scores[row] = constant[row]
+    for group in range(groups):
+        low, high = first_of(group, a), first_of(group + 1, a)
+        for one in range(group * per, count, heads):
+            own = scores[one : one + per]
+            add_lines(lines[one : one + per, : high - low], z[low:high], column, own)
+            add_lines(turned[one : one + per, :half], cos, position, own)
+            add_lines(turned[one : one + per, half:], sin, position, own)
+
+
+@compiled
+def _add_values(weights, wide, z, a, heads, found, total):
+    """V's components of a tile's first `wide` tokens, by weights [rows + 2, tokens], added to `total` [rows, active].
+
+    `found` is room, float32 [3, active or more].
+    """
+    groups, count = len(a.end), len(total)
+    per = heads // groups
+    for group in range(groups):
+        low, high = first_of(group, a), first_of(group + 1, a)
+        for one in range(group * per, count, heads):
+            for row in range(one, one + per, 3):
+                products(weights[row : row + 3], z[low:high], 0, wide, found)
+                for more in range(min(3, one + per - row)):
+                    for line in range(high - low):
+                        total[row + more, low + line] += found[more, line]
+
+
+@compiled
 def nothing_seen(rows, v):
     """`Seen` of so many rows, V's components with bits alone."""
     top, weight = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
@@ -242,8 +277,7 @@ def attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen
         return
     (ka, kw), (va, _) = tables_of(k), tables_of(v)
     matrix, z, columns = parts_of(room, kw.mean)
-    groups, half, heads = len(ka.end), len(cos), q.shape[1]
-    per, powers = heads // groups, np.empty(TILE, np.int32)
+    half, heads, powers = len(cos), q.shape[1], np.empty(TILE, np.int32)
     floats, k_bytes, v_bytes = powers.view(np.float32), first, rows.shape[1] - first
     found = np.empty((3, len(z)), np.float32)
     matrix_of(kw.halves, kw.column, np.arange(len(matrix)), matrix)
@@ -273,29 +307,16 @@ def attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen
                     absorbed = begun
                 after = min(begun + RUN - at, len(now))
                 stop = column + whole_vectors(after - column)  # the next run writes over what is after this one
-                for row in range(count):
-                    scores[row, column:stop] = constant[row]
-                for group in range(groups):
-                    low, high = first_of(group, ka), first_of(group + 1, ka)
-                    for one in range(group * per, count, heads):
-                        own_scores = scores[one : one + per, column:stop]
-                        add_lines(lines[one : one + per, : high - low], z[low:high], column, own_scores)
-                        add_lines(turned[one : one + per, :half], cos, at + column, own_scores)
-                        add_lines(turned[one : one + per, half:], sin, at + column, own_scores)
+                _add_scores(
+                    lines, turned, constant, z, ka, heads, cos, sin, at + column, scores[:, column:stop], column
+                )
                 column = after
             for row in range(count):
                 out = scores[row, :wide]
                 known = min(max(until[query + row // heads] - at, 0), len(now))
                 weigh(out, known, row, top, weight, total, powers, floats)
             _tile(rows, now, first, v_bytes, va, columns, wide, z)
-            for group in range(groups):
-                low, high = first_of(group, va), first_of(group + 1, va)
-                for one in range(group * per, count, heads):
-                    for row in range(one, one + per, 3):
-                        products(scores[row : row + 3], z[low:high], 0, wide, found)
-                        for more in range(min(3, one + per - row)):
-                            for line in range(high - low):
-                                total[row + more, low + line] += found[more, line]
+            _add_values(scores, wide, z, va, heads, found, total)
 
 
 @compiled
@@ -370,145 +391,3 @@ def serve(
     seen = nothing_seen(len(of_runs) * q.shape[1], v)
     attend(runs, rows, slots, first, k, v, cos, sin, q, scale, until, room, seen)
     finish(seen, v, q, scale, room, of_runs, singles, single_rows, single_seen, stored, mean, log_sum)
-
-
-# ---------------------------------------------------------------------------------------------------------- writing
-
-
-class ServedWriter:
-    """Tokens of one layer coded into their rows, K and V by one call.
-
-    Parameters
-    ----------
-    k, v : RowReader
-        Of the layer, whose plans have the way to components too.
-    """
-
-    def __init__(self, k: RowReader, v: RowReader):
-        self.k, self.v = (StreamTables(part.read.active, way_of(part.plan, part.plan.forward)) for part in (k, v))
-        self.room = room_of(self.k, self.v, max(k.read.bytes, v.read.bytes))
-
-    def __call__(
-        self,
-        k: Tensor,
-        v: Tensor,
-        rows: NDArray,
-        slots: NDArray,
-        first: int,
-        turn: tuple[NDArray, NDArray],
-        at: NDArray,
-        places: tuple[NDArray, NDArray, NDArray] = NO_PLACES,
-        stored: Tensor | None = None,
-    ) -> bool:
-        """Code tokens [n, heads, head_dim]; whether it was done, and nothing where a component is not finite.
-
-        V's bytes begin at `first` of a row. `turn` are cosines and sines float32 [positions, head_dim / 2], and `at`
-        the positions of the tokens, int64 [n]. `places` of `stored` take tokens as they are (`softmax_numba.store`).
-        """
-        k, v = _numbers(k), _numbers(v)
-        kept = _nothing_kept(k) if stored is None else as_numbers(stored)
-        room = lent("served", (self.room,))
-        tables = self.k.addresses, self.v.addresses
-        return write(k, v, *turn, at, *tables, rows, slots, first, room, *places, kept)
-
-
-@compiled
-def _less_mean(x, way):
-    """Tokens [n, heads, head_dim], float32 or bfloat16 as its bits, less their mean, as numbers."""
-    tokens, heads, head_dim = x.shape
-    mean, found = way.mean.reshape((heads, head_dim)), np.empty(x.shape, np.float32)
-    for token in range(tokens):
-        for head in range(heads):
-            own = found[token, head]
-            widen(x[token, head], own, own.view(np.int32))
-            for at in range(head_dim):
-                own[at] -= mean[head, at]
-    return found
-
-
-@compiled
-def _less_turned_mean(x, way, cos, sin, positions):
-    """The same of K after its rotary embedding: less its mean at the position, turned back by where its run begins."""
-    tokens, heads, head_dim = x.shape
-    half, mean, found = head_dim // 2, way.mean.reshape((heads, head_dim)), np.empty(x.shape, np.float32)
-    for token in range(tokens):
-        position = positions[token]
-        c, s, begun = cos[position], sin[position], position - position % RUN
-        c_back, s_back = cos[begun], sin[begun]
-        for head in range(heads):
-            own, m = found[token, head], mean[head]
-            widen(x[token, head], own, own.view(np.int32))
-            for at in range(half):
-                a = own[at] - (m[at] * c[at] - m[half + at] * s[at])
-                b = own[half + at] - (m[half + at] * c[at] + m[at] * s[at])
-                size = c_back[at] * c_back[at] + s_back[at] * s_back[at]
-                own[at] = (a * c_back[at] + b * s_back[at]) / size
-                own[half + at] = (b * c_back[at] - a * s_back[at]) / size
-    return found
-
-
-@compiled
-def _components(x, a, way, matrix, z):
-    """Components with bits of tokens less their mean [n, heads, head_dim], into float32 [n, active].
-
-    Whether all are finite.
-    """
-    tokens = len(x)
-    groups, width = way.mean.shape
-    flat, found = np.zeros((groups, tokens + 2, width), np.float32), np.empty((3, len(matrix)), np.float32)
-    for token in range(tokens):
-        own = x[token].reshape((groups, width))
-        for group in range(groups):
-            for at in range(width):
-                flat[group, token, at] = own[group, at] * way.column[group, at]
-    matrix_of(way.halves, way.row, a.component, matrix)
-    wrong = 0
-    for group in range(groups):
-        low, high = first_of(group, a), first_of(group + 1, a)
-        for token in range(0, tokens, 3):
-            products(flat[group, token : token + 3], matrix[low:high], 0, width, found)
-            for more in range(min(3, tokens - token)):
-                for line in range(high - low):
-                    value = found[more, line]
-                    wrong += 0 if abs(value) < np.inf else 1
-                    z[token + more, low + line] = value
-    return wrong == 0
-
-
-@compiled
-def _put(z, a, rows, slots, first, bytes, room):
-    """The symbols of tokens' components with bits [n, active] into so many of their rows' bytes, a tile at a time.
-
-    `room` is uint8 [bytes or more, TILE].
-    """
-    line, places = np.empty(TILE, np.float32), np.empty(TILE, np.int32)
-    for start in range(0, len(z), TILE):
-        count = min(TILE, len(z) - start)
-        room[:bytes, :count] = 0
-        for number in range(len(a.component)):
-            for token in range(count):
-                line[token] = z[start + token, number]
-            places_of(line[:count], a.values, a.table[number], a.most[number], places[:count])
-            for digit in range(a.digit[number], a.digit[number + 1]):
-                own, up, mask, down = room[a.byte[digit]], a.up[digit] & 7, a.mask[digit], a.down[digit] & 7
-                for token in range(count):
-                    own[token] |= uint8(uint8(uint8(places[token] >> up) & mask) << down)
-        for token in range(count):
-            row = rows[slots[start + token], first : first + bytes]
-            for at in range(bytes):
-                row[at] = room[at, token]
-
-
-@compiled
-def write(k, v, cos, sin, positions, k_tables, v_tables, rows, slots, first, room, sources, kept_rows, places, stored):
-    """See `ServedWriter`; both streams are made components before a byte is written."""
-    (ka, kw), (va, vw) = tables_of(k_tables), tables_of(v_tables)
-    matrix, _, columns = parts_of(room, kw.mean)
-    k_rest, v_rest = _less_turned_mean(k, kw, cos, sin, positions), _less_mean(v, vw)
-    k_z, v_z = np.empty((len(k), len(ka.component)), np.float32), np.empty((len(v), len(va.component)), np.float32)
-    if not (_components(k_rest, ka, kw, matrix, k_z) and _components(v_rest, va, vw, matrix, v_z)):
-        return False
-    _put(k_z, ka, rows, slots, 0, first, columns)
-    _put(v_z, va, rows, slots, first, rows.shape[1] - first, columns)
-    store(k, v, sources, kept_rows, places, stored)
-    return True
