@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvlab.cache.files.calibration import read_header
-from kvlab.core.errors import MixedIdentity, NonFinite
+from kvlab.core.errors import CapabilityError, MixedIdentity, NonFinite
 from refusals import refused
 from validation.serving import arm as arm_module
-from validation.serving import of_run, page, quality, soak
+from validation.serving import of_run, page, quality, soak, study
 from validation.serving.quality import relative_difference
 from validation.serving.soak import SoakRequest, compare, requests
 
@@ -191,6 +191,16 @@ def test_a_prefill_ends_with_the_last_first_token_and_a_step_is_a_median(monkeyp
 )
 def test_what_became_of_vllms_own_dtypes_is_said(found, said):
     assert said in page.upstream("x", found)
+
+
+@pytest.mark.parametrize("load", ["batches", "crowd"])
+def test_a_cache_of_either_size_that_does_not_start_is_refused_with_the_engine_s_words(monkeypatch, tmp_path, load):
+    monkeypatch.setattr(study, "made", lambda *given: {"small": 1})
+    answer = {True: {"refused": "ValueError: no page is left"}, False: {"tokens": 1}}
+    monkeypatch.setattr(study, "run", lambda arm, task, folder: answer[load in task["loads"]])
+    with refused(CapabilityError, None, "bf16: ValueError: no page is left"):
+        study.study(tmp_path, [], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -52,15 +52,15 @@ def study(model: Path, recipes: list[Path], out: Path, dtype: str = "bfloat16") 
         for arm in [*arms, *(Arm(name, name) for name in UPSTREAM)]:
             upstream = arm.name in UPSTREAM
             big = {"bytes": GIB, "loads": ["quality"] if upstream else ["quality", "batches"], "prefix_caching": False}
-            small = {"bytes": loads["small"], "loads": ["returning", "crowd"], "prefix_caching": True}
+            # Exact tokens of as many requests as run at once are part of the small cache.
+            small = {"bytes": loads["small"], "loads": ["returning", "crowd"], "prefix_caching": True, "most": CROWD}
             found[arm.name] = run(arm, loads | big, Path(folder))
-            if "refused" in found[arm.name]:
-                if not upstream:
-                    raise CapabilityError(f"{arm.name}: {found[arm.name]['refused']}")
+            if upstream:
                 continue
-            if not upstream:
-                again = run(arm, loads | small, Path(folder))
-                found[arm.name] |= {"small_tokens": again.pop("tokens")} | again
+            again = run(arm, loads | small, Path(folder))
+            if refused := found[arm.name].get("refused") or again.get("refused"):
+                raise CapabilityError(f"{arm.name}: {refused}")
+            found[arm.name] |= {"small_tokens": again.pop("tokens")} | again
         quality(found, Path(folder))
     data = {
         "model": {"name": model.name, "disclosure": getattr(read_origin(model), "disclosure", None)},
