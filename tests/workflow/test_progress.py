@@ -43,7 +43,7 @@ def test_a_slow_machine_makes_what_is_left_longer(progress):
     assert progress.left([done(progress, 100.0, 2.0), progress.Job(60.0)], 200.0, cores=1) == pytest.approx(120.0)
     assert progress.left([done(progress, 2.0, 9.0), progress.Job(60.0)], 18.0, cores=1) is None
     assert progress.left([progress.Job(60.0)], 0.0, cores=1) is None
-    assert progress.words(None) == "How long is left cannot be told yet"
+    assert progress.words(None) == "the time left is not known yet"
 
 
 def test_a_job_that_runs_longer_than_it_should_slows_the_others_and_is_not_done_at_once(progress):
@@ -178,11 +178,14 @@ def test_a_run_sees_what_began_and_what_ended(progress, tmp_path, monkeypatch):
     )
     run = progress.Run(dag, 1, {})
     run.start -= 10
-    without = "without 1 of which no time is recorded"
-    assert run.line(run.start) == f"How long is left cannot be told yet, {without}: 0 of 3 jobs are done"
+    assert run.line(run.start) == "0 of 3 jobs are done; the time left is not known yet"
     Path("sigma.log").touch()
     run.look(run.start + 20)
     assert run.jobs[second].needs == [run.jobs[first]]
-    finished |= {first, strange}
+    finished.add(first)
     run.look(run.start + 140)
-    assert run.line(run.start + 140) == "About 1 min left: 2 of 3 jobs are done"
+    besides = ", and what 1 of unknown length take"
+    assert run.line(run.start + 140) == f"1 of 3 jobs are done; about 1 min left{besides}"
+    finished.add(strange)
+    run.look(run.start + 140)
+    assert run.line(run.start + 140) == "2 of 3 jobs are done; about 1 min left"

@@ -152,17 +152,18 @@ class Run:
         """How long is left, in words."""
         jobs = self.jobs.values()
         done = sum(job.ended is not None for job in jobs)
+        seconds = left(jobs, now, self.cores)
         unknown = sum(job.expected is None and job.ended is None for job in jobs)
-        besides = f", without {unknown} of which no time is recorded" if unknown else ""
-        return f"{words(left(jobs, now, self.cores))}{besides}: {done} of {len(jobs)} jobs are done"
+        besides = f", and what {unknown} of unknown length take" if unknown and seconds is not None else ""
+        return f"{done} of {len(jobs)} jobs are done; {words(seconds)}{besides}"
 
 
 def words(seconds):
     """A time left, in whole minutes."""
     if seconds is None:
-        return "How long is left cannot be told yet"
+        return "the time left is not known yet"
     minutes = round(seconds / 60)
-    return f"About {minutes} min left" if minutes else "Less than a minute left"
+    return f"about {minutes} min left" if minutes else "less than a minute left"
 
 
 def tell(dag, cores, parameters):
