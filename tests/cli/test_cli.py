@@ -143,6 +143,7 @@ TWINS = ("--set", "cells.k-only.stream=k", "--set", "cells.twin.stream=k")
         (["params", "--prest", "quick"], ["kvlab params:", "'--prest'", "'--preset'"]),
         (["params", "--pre", "quick"], ["'--pre' is not known"]),
         (["calibrate", "models/reference", "--out", "a.kv"], ["--model models/reference"]),
+        (["inspect", "params.yaml"], ["--stream params.yaml"]),
         (["step", "measure", "--out", "x"], ["--study"]),
         (["step", "measure", "--stuyd", "x"], ["kvlab step measure:", "'--stuyd'", "'--study'"]),
         (["step", "mesure"], ["kvlab step:", "'mesure'", "'measure'"]),

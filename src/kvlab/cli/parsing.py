@@ -153,8 +153,10 @@ def spread(ctx: typer.Context, words: Sequence[str]) -> list[str]:
     places = [one for one in ctx.command.params if not one.opts[0].startswith("-")]
     if len(others) > len(places) and all(one.nargs == 1 for one in places):
         extra = others[len(places)]
-        folder = "--model" in options and Path(extra).is_dir()  # other verbs take their model so
-        near = f"; a model is named by a flag: --model {extra}" if folder else suggestion(extra, options)
+        path, missing = Path(extra), [name for name, one in options.items() if one.required and name not in flags]
+        # Other verbs take their model, or their file, without a flag.
+        flag = "--model" if path.is_dir() else missing[0] if path.is_file() and len(missing) == 1 else None
+        near = f"; it is named by a flag: {flag} {extra}" if flag in options else suggestion(extra, options)
         ctx.fail(f"{extra!r} is not known{near}")
     return [*flags, "--", *others]
 
