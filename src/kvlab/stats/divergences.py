@@ -82,21 +82,17 @@ class ReferenceLogits:
         _check_finite(logits, "reference")
         self.logits, self.labels = logits, labels.to(logits.device, torch.int64)
         self._spans = [slice(i, i + chunk) for i in range(0, labels.numel(), chunk)]
-        # One block: parts of a few MB each, between what others free, are what a heap cannot give back.
-        self._p = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
-        best, own, column = [], [], self.labels[:, None]
-        for span in self._spans:
-            log_p = torch.log_softmax(logits[span].to(torch.float64), dim=-1)
-            best.append(log_p.max(dim=-1))
-            own.append(log_p.gather(1, column[span])[:, 0])
-            torch.exp(log_p, out=self._p[span])
-        self._log_label = torch.cat(own)
+        log_p = [torch.log_softmax(logits[span].to(torch.float64), dim=-1) for span in self._spans]
+        best = [chunk.max(dim=-1) for chunk in log_p]
+        column = self.labels[:, None]
+        own = torch.cat([chunk.gather(1, column[span]) for span, chunk in zip(self._spans, log_p, strict=True)])
         self._own = {
             "label": self.labels.to(torch.int32).cpu(),
-            "nll_ref": -self._log_label.cpu(),
+            "nll_ref": -own[:, 0].cpu(),
             "top1_ref": torch.cat([top for _, top in best]).to(torch.int32).cpu(),
             "p_ref_max": torch.cat([most for most, _ in best]).exp().cpu(),
         }
+        self._log_label, self._p = own[:, 0], [chunk.exp_() for chunk in log_p]
 
     @cached_property
     def itself(self) -> dict[str, torch.Tensor]:
@@ -112,17 +108,17 @@ class ReferenceLogits:
                 code="fault.shape",
             )
         _check_finite(alternative, "alternative")
-        parts = [self._chunk(span, alternative[span]) for span in self._spans]
+        parts = [self._chunk(i, alternative[span]) for i, span in enumerate(self._spans)]
         return self._own | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _chunk(self, span: slice, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _chunk(self, number: int, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         r"""One chunk's half of the record.
 
         With :math:`d_v` the difference of the logits less its mean under p, :math:`q_v = p_v e^{d_v} / Z`, so that
         :math:`KL = \log Z = \log(1 + \sum_v p_v (e^{d_v} - 1))`: no difference of two logarithms is rounded, and equal
         logits give 0. Where :math:`e^{d_v}` would leave float64 the sum is the one of the definition.
         """
-        p = self._p[span]
+        span, p = self._spans[number], self._p[number]
         moved = rows.to(p.device, torch.float64, copy=True).sub_(self.logits[span].to(torch.float64))
         moved -= _dot(p, moved)[:, None]
         label = moved.gather(1, self.labels[span][:, None])[:, 0]
