@@ -272,9 +272,9 @@ def test_a_cell_of_another_origin_gets_components_of_that_origin_when_it_reads_t
 
 
 @pytest.mark.nightly
-def test_other_bits_reach_the_studies_and_the_report_alone(affected):
+def test_other_bits_reach_no_calibration(affected):
     for leaf in ("bits", "v_bits"):
-        assert affected[leaf] == ["report", "studies"]
+        assert affected[leaf] == ["gate", "report", "studies"]
 
 
 @pytest.mark.parametrize("study", [*plan.STUDIES, plan.LADDER])

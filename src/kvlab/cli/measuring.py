@@ -187,7 +187,7 @@ def _calibrated(
     found = {one.label: stored for one in needy if stored and covers(stored, one.recipe)}
     lines = []
     if found:
-        lines.append(f"calibration {args.calibration} for {', '.join(found)}; which must not have seen the text")
+        lines.append(f"calibration {args.calibration} for {', '.join(found)}; it must not have seen this text")
     elif stored:
         why = "it does not hold what these codecs read" if needy else "none of these codecs is calibrated"
         lines.append(f"calibration {args.calibration} is not read: {why}")

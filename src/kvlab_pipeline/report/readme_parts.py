@@ -84,7 +84,7 @@ def codecs_block(found: dict) -> str:
             [
                 wanted,
                 answer,
-                fmt.number(row["bits_per_value"] if every is None else every),
+                f"{fmt.number(row['bits_per_value'])} in short windows" if every is None else fmt.number(every),
                 fmt.estimate(above_zero(row["metrics"]["kl"])),
                 fmt.estimate(None if coded == ways.FINISHED else row["throughput_ratio"]),  # no model runs with it
             ]

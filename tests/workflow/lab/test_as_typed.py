@@ -110,7 +110,7 @@ def test_a_dry_run_in_a_fresh_clone_names_every_stage_and_makes_nothing(unrun, t
 def test_a_dry_run_beside_results_names_what_would_run(lab):
     assert dry(lab, "repro") == []
     for more in ((), ("--allow-missing",)):
-        assert dry(lab, "exp", "run", *more, "-S", "bits=4") == ["studies", "report"]
+        assert dry(lab, "exp", "run", *more, "-S", "bits=4") == ["studies", "gate", "report"]
     assert lab.ran() == [] and lab.run("git", "status", "--short") == ""
 
 

@@ -12,14 +12,13 @@ from itertools import product
 import pytest
 
 MODELS, BITS = ("reference", "other"), (2, 3, 4)
-# Verbs whose jobs do not depend on bits: their results are those of the run before.
+# Verbs whose jobs do not depend on bits: their results are those of the run before. The gate's do, all of its stage, as
+# it measures again what it certifies.
 WITHOUT_BITS = {"weights", "corpus", "needles", "asked", "capture", "sigma", "components", "archive", "planted"}
 WITHOUT_BITS |= {"restore", "policy", "bitplanes", "placement", "tradeoffs", "capacity", "service"}
 WITHOUT_BITS |= {"ranks", "micro", "page"}
-WITHOUT_BITS |= {"rows", "gate_report", "gate_trust"}  # the gate's rows have bits of their own
 # What is asked for is said by the codecs' names alone, and single operations are timed without a model.
 OF_NO_MODEL = ("calib/asked/", "results/micro/")
-MECHANISMS = "jobs results/mechanisms/"  # the gate judges codecs at bits of their own
 PATIENCE = 1800  # seconds, for the whole queue
 PENDING = re.compile("Queued|Running")  # in `dvc queue status`; workers take a moment to report themselves
 # Every result of some revisions, from DVC's cache and not from the workspace.
@@ -83,8 +82,8 @@ def shown(lab):
 def test_other_bits_run_what_depends_on_bits(other_bits, reproduced):
     _, ran, files = other_bits
     everything = reproduced.ran(forget=False)
-    kept = [line for line in everything if line.partition(" ")[0] in WITHOUT_BITS or line.startswith(MECHANISMS)]
-    assert {line.partition(" ")[0] for line in kept} == WITHOUT_BITS | {"jobs"}
+    kept = [line for line in everything if line.partition(" ")[0] in WITHOUT_BITS]
+    assert {line.partition(" ")[0] for line in kept} == WITHOUT_BITS
     assert ran == sorted(set(everything) - set(kept))
     before = reproduced.files()
     assert {name for name in files if files[name] != before[name]} >= {"results/gap/FINDINGS.md"}
