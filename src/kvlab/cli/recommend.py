@@ -113,7 +113,7 @@ def recommend_verb(
         from kvlab.core.records import write_text
 
         write_text(html, page(found.data(), shlex.join(["kvlab", *sys.argv[1:]])))
-    print("\n".join(_ending(found, wish)))
+    print("\n".join(_ending(found, wish, device)))
 
 
 def check_verb(
@@ -227,12 +227,14 @@ def _opening(advice) -> Iterator[str]:
     yield f"verdicts: {limits}, broken above; cannot tell where the interval lies in several"
 
 
-def _ending(advice, wish) -> Iterator[str]:
+def _ending(advice, wish, device: str) -> Iterator[str]:
     """Candidates as their engines read them, and the lines to paste."""
     yield ""
     if advice.served:
         yield "as their engine reads them: with all but transformers a prompt's own tokens read coded K and V too"
         yield as_text([_row(row) for row in advice.served], (*COLUMNS, "verdict"), "table")
+    yield ""
+    yield f"to paste where the engine runs on {device} (--device):"
     for line in advice.lines:
         yield ""
         yield from map(printable, _advised(line, advice.facts, advice.floor.kl.value, wish))
