@@ -184,7 +184,7 @@ def test_a_run_sees_what_began_and_what_ended(progress, tmp_path, monkeypatch):
     assert run.jobs[second].needs == [run.jobs[first]]
     finished.add(first)
     run.look(run.start + 140)
-    besides = ", and what 1 of unknown length take"
+    besides = ", plus 1 of unknown length"
     assert run.line(run.start + 140) == f"1 of 3 jobs are done; about 1 min left{besides}"
     finished.add(strange)
     run.look(run.start + 140)

@@ -154,7 +154,7 @@ class Run:
         done = sum(job.ended is not None for job in jobs)
         seconds = left(jobs, now, self.cores)
         unknown = sum(job.expected is None and job.ended is None for job in jobs)
-        besides = f", and what {unknown} of unknown length take" if unknown and seconds is not None else ""
+        besides = f", plus {unknown} of unknown length" if unknown and seconds is not None else ""
         return f"{done} of {len(jobs)} jobs are done; {words(seconds)}{besides}"
 
 
