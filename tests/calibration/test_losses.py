@@ -65,6 +65,12 @@ def test_every_layer_and_stream_has_one_and_they_repeat_themselves(hf_engine, id
         assert torch.equal(loss, twice[1][name])
 
 
+def test_the_model_is_left_as_it_was(hf_engine, ids):
+    asked = [weight.requires_grad for weight in hf_engine.model.parameters()]
+    losses.measured(hf_engine, [ids], ErrorMetrics(hf_engine.info, len(ids)).angles)
+    assert [weight.requires_grad for weight in hf_engine.model.parameters()] == asked and any(asked)
+
+
 def test_a_gradient_that_is_no_number_is_refused(hf_engine, ids, monkeypatch):
     broken = {"layer_0_k_loss": torch.full((2, 32), torch.nan)}
     monkeypatch.setattr(losses, "of_window", lambda *_: broken)

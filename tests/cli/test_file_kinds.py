@@ -63,13 +63,24 @@ def test_a_cache_is_no_codec(files, tiny_model, line, verb):
 def test_a_codec_is_no_cache(files, tiny_model, line):
     codec, text = files / "int4.kv", files / "text.txt"
     refused_line(line("snapshot", "inspect", codec), "this is a file of tensors")
-    refused_line(line("inspect", "--stream", codec), "this is a file of tensors")
+    refused_line(
+        line("decode", "--model", tiny_model, "--recipe", codec, "--stream", codec, "--out", text), "of tensors"
+    )
     refused_line(line("inspect", "--stream", files / "context.kvs"), "this is a snapshot")
     words = ("snapshot", "restore", codec, "--model", tiny_model, "--text", text, "--mode", "consume")
     refused_line(line(*words), "this is a file of tensors")
     code, out, _ = line("snapshot", "verify", codec, "--json")
     (found,) = json.loads(out).values()
     assert code == 2 and [reason["code"] for reason in found["reasons"]] == ["not_a_snapshot"]
+
+
+def test_a_codecs_file_is_described_and_checked(files, line, tmp_path):
+    code, said, err = line("inspect", "--stream", files / "int4.kv")
+    assert code == 0 and "K: int at 4 bits, before its rotary embedding" in said and "2 KV heads" in said, err
+    changed = bytearray((files / "int4.kv").read_bytes())
+    changed[-1] ^= 1
+    (tmp_path / "changed.kv").write_bytes(changed)
+    refused_line(line("inspect", "--stream", tmp_path / "changed.kv"), "damaged")
 
 
 def test_a_cache_in_python_names_what_it_was_given(files, tiny_model):

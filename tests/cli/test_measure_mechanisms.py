@@ -27,7 +27,7 @@ def run(tiny_model, texts, line):
 
 def test_mechanisms_stand_beside_codecs(run, tmp_path):
     out = tmp_path / "found.json"
-    code, said, err = run("--mechanism", SPARSE, LATENT, "latent:rank=1", "--json", out)
+    code, said, err = run("--mechanism", SPARSE, LATENT, "latent:rank=1", "--dtype", "float32", "--json", out)
     assert code == 0, err
     found = json.loads(out.read_text())
     rounding, coded, sparse, latent, least = found["rows"]

@@ -411,6 +411,7 @@ def test_a_model_that_hangs_on_no_context_is_refused_before_anything_is_measured
 
 def test_the_chosen_format_is_computed_a_second_time(tiny_model, text, run, tmp_path):
     out, words = tmp_path / "found.json", [word for word in SMALL if word != "--no-witness"]
-    run("check", tiny_model, "--format", "q4_0", "--text", text, *words, "--windows", 2, "--json", out)
+    words += ["--windows", 2, "--dtype", "float32"]
+    run("check", tiny_model, "--format", "q4_0", "--text", text, *words, "--json", out)
     (seen,) = json.loads(out.read_text())["witnessed"]
     assert seen["alternative_kl"] < 1e-6 and torch.get_num_threads() >= 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -23,7 +25,7 @@ from kvlab.codecs.recipes import named_recipe
 from kvlab.core import testimony
 from kvlab.core.decoder import Decoder
 from kvlab.core.errors import Fault, WitnessDisagrees
-from kvlab.core.model import resolve
+from kvlab.core.model import resolve, resolve_folder
 from kvlab.core.records import TOKENS, read_job
 from kvlab.engines import hooks
 from kvlab.engines.hf import engine as hf
@@ -31,11 +33,12 @@ from kvlab.engines.registry import start
 from kvlab.measure import quick_run, witnessing
 from kvlab.measure.coding import Coder
 from kvlab.measure.engines import Which, refuse_impostor
+from kvlab.measure.scoring import WindowRun
 from kvlab.measure.store import Found
 from kvlab.measure.windows import windows_for
 from kvlab.stats.divergences import token_record
 from kvlab.text import corpus
-from kvlab.witness import weights
+from kvlab.witness import testify, weights
 from kvlab.witness.plain import PlainModel, turns
 from kvlab.witness.scores import scored
 from kvlab_pipeline.jobs import plan
@@ -229,6 +232,36 @@ def test_attention_has_to_read_what_the_tap_returned(asked, monkeypatch):
     monkeypatch.setattr(hooks, "through", deaf)
     with refused(WitnessDisagrees, "witness.other-logits"):
         asked("in_forward")
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(tiny_model):
+    """Has a codec of four bits witnessed in bfloat16."""
+    model, ids = PlainModel(tiny_model), IDS * 2
+    with closing(start("hf", resolve_folder(tiny_model), "bfloat16", max_tokens=len(ids))) as engine:
+        codec = quick_run.NamedCodec("int 4", named_recipe("int", 4))
+        coder = quick_run.codec_variant(codec, engine).coder
+        yield lambda: witnessing.examined(model, WindowRun(engine, ids, 96, 0), coder, ids)
+
+
+def test_in_bfloat16_coded_tokens_are_read_to_a_hundredth(in_bfloat16, monkeypatch):
+    assert testimony.Testimony.model_validate(in_bfloat16().note).effects
+    filled = hf.HFEngine.filled
+
+    def louder(self, cache, *given):
+        return filled(self, {place: x * 1.03 if place == (1, "v") else x for place, x in cache.items()}, *given)
+
+    monkeypatch.setattr(hf.HFEngine, "filled", louder)
+    with refused(WitnessDisagrees, "witness.other-tensors", "layer 1 v"):
+        in_bfloat16()
+
+
+def test_a_broken_cache_makes_more_of_bfloat16s_rounding_and_no_more_than_half():
+    for moved, logits, tensors in ((0.0, 0.01, 0.05), (2.0, 0.41, 0.25), (50.0, 10.01, 0.5)):
+        claim = SimpleNamespace(cell=SimpleNamespace(dtype="bfloat16"))
+        witness = testify.Witness(None, claim, None)
+        witness.__dict__["_moved"] = moved
+        assert witness._allowed == pytest.approx((logits, tensors))
 
 
 def test_two_studies_that_ask_for_the_same_are_each_witnessed_under_their_own_id(

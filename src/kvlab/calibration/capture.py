@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -246,40 +245,39 @@ def _looking(
 class _Tap:
     """Folds what passes into moments, and keeps K and V of the windows of the sample.
 
-    That is done in a thread of its own, in the order in which it passed, while the engine computes what comes next. A
-    fault is told once both are done with a window, not from inside the engine's forward pass.
+    Both are done once the engine is through with a window: a fault is then not told from inside its forward pass, and
+    the engine computes on all cores until then.
     """
 
     def __init__(self, moments: ModelMoments, chosen: Sequence[int], beside: Sequence[Beside]):
         self.moments, self.chosen, self.beside = moments, chosen, beside
         self.sample: dict[str, Tensor] = {}
         self.window = 0
-        self._thread = ThreadPoolExecutor(1, "capture")
-        self._due: list[Future] = []
+        self._passed: list[tuple[int, Part, Tensor]] = []
 
     def __call__(self, layer: int, part: Part, x: Tensor) -> None:
         """See `Tap`."""
-        own = x.detach().clone()  # an engine may turn its own by the rotary embedding where it lies
-        self._due.append(self._thread.submit(self._fold, self.window, layer, part, own))
+        # a copy: an engine may turn its own by the rotary embedding where it lies
+        self._passed.append((layer, part, x.detach().clone()))
 
-    def _fold(self, window: int, layer: int, part: Part, x: Tensor) -> None:
-        with torch.no_grad():
-            self.moments.update(window, layer, part, x)
-            for other in self.beside:
-                other.see(window, layer, part, x)
-        if part in STREAMS and window in self.chosen:
-            self._keep(f"layer_{layer}_{part}", x[:, : self.moments.extent.context], self.chosen.index(window))
+    def finish_window(self) -> None:
+        """Fold up all that passed; `NonFinite` when any of it was."""
+        passed, self._passed = self._passed, []
+        for layer, part, x in passed:
+            self._fold(layer, part, x)
+
+    @torch.no_grad()
+    def _fold(self, layer: int, part: Part, x: Tensor) -> None:
+        self.moments.update(self.window, layer, part, x)
+        for other in self.beside:
+            other.see(self.window, layer, part, x)
+        if part in STREAMS and self.window in self.chosen:
+            self._keep(f"layer_{layer}_{part}", x[:, : self.moments.extent.context], self.chosen.index(self.window))
 
     def _keep(self, name: str, x: Tensor, place: int) -> None:
         if name not in self.sample:
             self.sample[name] = torch.zeros(len(self.chosen), *x.shape, dtype=getattr(torch, SAMPLE_DTYPE))
         self.sample[name][place] = x.to("cpu", getattr(torch, SAMPLE_DTYPE))
-
-    def finish_window(self) -> None:
-        """Wait until all that passed is folded up; `NonFinite` when any of it was."""
-        due, self._due = self._due, []
-        for one in due:
-            one.result()
 
 
 def capture(params: Params, engine: str, windows_path: Path, out: Path, asked: Path | None = None) -> None:

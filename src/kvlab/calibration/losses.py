@@ -10,8 +10,8 @@ windows could say (`codecs.shared.metric`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import torch
 from torch import Tensor
@@ -62,19 +62,34 @@ def measured(engine: Engine, windows: Sequence[Sequence[int]], angles: Sequence[
 
 def _over(model: PreTrainedModel, info: ModelInfo, windows, angles) -> dict[str, Tensor]:
     """The same on a model of transformers."""
-    model.requires_grad_(False)
     number = min(len(windows), WINDOWS)
     chosen = [len(windows) * i // number for i in range(number)]
     total: dict[str, Tensor] = {}
-    for window in tqdm(chosen, desc="losses", unit="window"):
-        for name, found in of_window(model, info, windows[window], window, angles).items():
-            total[name] = total.get(name, 0) + found / number
+    with _without_gradients(model):
+        for window in tqdm(chosen, desc="losses", unit="window"):
+            for name, found in of_window(model, info, windows[window], window, angles).items():
+                total[name] = total.get(name, 0) + found / number
     for name, found in total.items():
         if not torch.isfinite(found).all():
             raise NonFinite(
                 f"the gradient of {name} holds NaN or infinity; calibrate in float32", code="non-finite.gradient"
             )
     return total
+
+
+@contextmanager
+def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
+    """No gradients of weights meanwhile, for which inputs of all layers would be kept; then again as before.
+
+    Of weights without gradients torch copies the whole head, in bfloat16, for the logits of some tokens of a pass.
+    """
+    asked = [weight for weight in model.parameters() if weight.requires_grad]
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in asked:
+            weight.requires_grad_(True)
 
 
 def of_window(
@@ -105,7 +120,7 @@ def _cache(
     """K and V of tokens by layer and stream, as leaves of a graph, and the cache made of them."""
     clean, filled, leaves = DynamicCache(), DynamicCache(), {}
     with torch.no_grad():
-        model(tokens, past_key_values=clean, use_cache=True, logits_to_keep=1)
+        model.base_model(tokens, past_key_values=clean, use_cache=True)  # no logits are asked for
     for layer in range(info.n_layers):
         held = clean.layers[layer]
         for stream, part in (("k", held.keys), ("v", held.values)):

@@ -37,7 +37,7 @@ def calibrate_verb(
     recent: Annotated[int, number("newest tokens that stay exact; default: 0", whole(0))] = 0,
     rotary: Annotated[str | None, choice("where K is coded; default: before, or as published", ROTARIES)] = None,
     engine: Engine = "hf",
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     context: Annotated[int, number("tokens of a window; default: 512", whole(8))] = 512,
     windows: Annotated[int, window_count("so many, spread over the text", MOST)] = MOST,
     decoder: Annotated[Path | None, result("also write what decodes alone here, such as klt4-decoder.kv")] = None,
@@ -58,9 +58,10 @@ def calibrate_verb(
     """
     args = SimpleNamespace(**locals())  # what was asked for, for the functions below
 
-    from kvlab.cli.checked import config_of, readable_text, recipe_of, refuse_absent, refuse_long, writable
+    from kvlab.cli.checked import config_of, dtype_of, readable_text, recipe_of, refuse_absent, refuse_long, writable
 
     config = config_of(args.model)
+    args.dtype = dtype_of(args.dtype, config)
     refuse_absent(args.engine)
     ends = {name: count for name, count in (("sink", args.sink), ("recent", args.recent)) if count}
     recipe = recipe_of(args.codec, args.bits, args.v_bits, rotary=args.rotary, **ends)

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from kvlab.cli.flags import DTYPES
 from kvlab.codecs.catalogue import PUBLISHED
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError
 from kvlab.core.filekind import refuse_caches
+from kvlab.core.machine import lacks_bfloat16
 from kvlab.core.model import ModelInfo, folder_entry, layer_count, read_config, resolve_folder
 from kvlab.core.recipe import STREAMS, Recipe
 
@@ -38,6 +40,16 @@ def config_of(folder: Path) -> dict:
     layer_count(entry)
     model_tensors(Path(entry.path), config)
     return config
+
+
+def dtype_of(asked: str | None, config: dict) -> str:
+    """What the engine computes in: as asked for, else the dtype of the model's weights where torch is quick in it here.
+
+    float32 holds weights of any dtype as they are.
+    """
+    own = config.get("dtype") or config.get("torch_dtype")
+    slow = own == "bfloat16" and lacks_bfloat16()
+    return asked or (own if own in DTYPES and not slow else "float32")
 
 
 def info_of(folder: Path) -> ModelInfo:

@@ -34,7 +34,7 @@ from kvlab.cli.given import (
     params_of,
 )
 from kvlab.core.errors import ParamsError, StreamError, UserError
-from kvlab.core.filekind import ARCHIVE, CODED, FRONT, kind_of, magic_of
+from kvlab.core.filekind import ARCHIVE, CODED, FRONT, holds_tensors, kind_of, magic_of
 from kvlab.core.params import Model
 
 Recipe = Annotated[Path, recipe(WROTE)]
@@ -199,12 +199,17 @@ def decode_verb(model: OfModel, recipe: Recipe, stream: Stream, out: Out, key: K
 
 
 def inspect_verb(stream: Stream, model: AnyModel = None, params: IfListed = DEFAULT_PARAMS, key: Key = None) -> None:
-    """Check a coded stream, or an archive, and say what is in it.
+    """Check a coded cache, an archive or a codec's file, and say what is in it.
 
     --model and --params are taken as the other verbs take them, and not read.
     """
-    archive = is_archive(stream)
     key = key_of(key)
+    if stream.is_file() and holds_tensors(stream.open("rb").read(FRONT)):
+        from kvlab.cache.files.calibration import described as codec_lines
+
+        print("\n".join(codec_lines(stream)))
+        return
+    archive = is_archive(stream)
     if archive:
         from kvlab.cache.files.archived import described
 

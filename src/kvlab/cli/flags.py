@@ -226,7 +226,10 @@ WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
 DTYPES = ("float32", "bfloat16")
 ENGINES = tuple(recipes.ENGINES)
 Engine = Annotated[str, choice("default: hf", ENGINES)]
-Dtype = Annotated[str, choice("what the engine computes in; default: float32", DTYPES)]
+Dtype = Annotated[
+    str | None,
+    choice("what the engine computes in; default: as the weights where the processor can, else float32", DTYPES),
+]
 Out = Annotated[Path, result("what is written (with companions of the same stem beside it)")]
 WindowsFile = Annotated[Path, path("windows.safetensors of `kvlab step corpus`")]
 NeedlesFile = Annotated[Path, path("needles.parquet of `kvlab step needles`")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvlab.cli.flags import EVERYTHING, Dtype, Most, model_folder, path, window_count
+from kvlab.cli.flags import DTYPES, EVERYTHING, Most, choice, model_folder, path, window_count
 from kvlab.cli.measure import in_digits
 from kvlab.core.errors import ModelError
 from kvlab.output.terminal import printable
@@ -17,7 +17,7 @@ def logits_verb(
     model: Annotated[Path, model_folder(argument=True)],
     *,
     base: Annotated[Path, path("what `llama-perplexity --kl-divergence-base FILE` wrote of the same model")],
-    dtype: Dtype = "float32",
+    dtype: Annotated[str, choice("what is computed in here; default: float32", DTYPES)] = "float32",
     windows: Annotated[int, window_count("so many of its chunks, evenly spread", MOST)] = MOST,
     json: Annotated[Path | None, EVERYTHING] = None,
 ) -> None:

@@ -42,7 +42,7 @@ READING = ("stored B/token", "read KiB")
 PAIRED = ("difference", "bits", "KL", "95 %", "same top token", "costs less")
 MIB = 2**20
 SMALL = 1e-3  # below, numbers are written with two digits instead of four decimals
-MOST, MOST_CALIB = Most(16), Most(32)
+MOST, MOST_CALIB = Most(8), Most(32)
 
 
 def measure_verb(
@@ -64,7 +64,7 @@ def measure_verb(
         str | None, word("another codec at the same bits, and the paired differences from it", metavar="CODEC")
     ] = None,
     engine: Engine = "hf",
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     protocol: Annotated[
         str,
         choice(
@@ -104,6 +104,7 @@ def measure_verb(
     from kvlab.cli import checked
 
     config = checked.config_of(model)
+    args.dtype = checked.dtype_of(dtype, config)
     checked.refuse_absent(engine)
     named = _named(codec, against, bits, protocol)
     scored = checked.readable_text(text, context + eval, config)

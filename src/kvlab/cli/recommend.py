@@ -61,7 +61,7 @@ def recommend_verb(
         Path | None, path("text that kvlab's own codecs are fitted to; default: docstrings of installed packages")
     ] = None,
     tokens: Annotated[int | None, number("memory is told of so many; default: the model's positions", whole(1))] = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     context: Context = 512,
     eval: Eval = 128,
     windows: Annotated[int, window_count("so many, spread over the text; half choose, half confirm", MOST)] = MOST,
@@ -91,6 +91,7 @@ def recommend_verb(
     if bits is not None and not 0 < bits <= 16:
         raise UserError(f"--bits {bits:g}; allowed: more than 0, at most 16")
     config = checked.config_of(model)
+    args.dtype = checked.dtype_of(dtype, config)
     scored = checked.readable_text(text, context + eval, config)
     for file in (json, html):
         checked.writable(file)
@@ -132,7 +133,7 @@ def check_verb(
     calib_text: Annotated[
         Path | None, path("text that kvlab's own codecs are fitted to; default: docstrings of installed packages")
     ] = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     context: Annotated[int, number("tokens of a window that are coded; default: 128", whole(8))] = 128,
     eval: Annotated[int, number("tokens after them that are predicted; default: 32", whole(2))] = 32,
     windows: Annotated[int, window_count("so many, spread over the text", MOST_CHECKED)] = MOST_CHECKED,
@@ -154,6 +155,7 @@ def check_verb(
     from kvlab.cli import checked as inputs
 
     config = inputs.config_of(model)
+    args.dtype = inputs.dtype_of(dtype, config)
     serving, asked = format_named(format, engine)
     if skip_layers and not asked.apart:
         raise UserError(f"--skip-layers: {serving.name} leaves no layers out; leave it out")

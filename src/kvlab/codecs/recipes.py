@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.catalogue import AS_PUBLISHED, CONDITIONABLE, PUBLISHED, UNSTORED, has_bits
 from kvlab.codecs.plugins import names, plugin_stream, settings_of
-from kvlab.core.codec_settings import Conditioned
+from kvlab.core.codec_settings import Conditioned, Frozen
 from kvlab.core.errors import CapabilityError, ParamsError, UnknownName
 from kvlab.core.params import Params
 from kvlab.core.recipe import CODECS, STREAMS, Recipe, StreamRecipe
@@ -173,8 +173,18 @@ def stream_recipe(codec: str, **settings) -> StreamRecipe:
     try:
         return STREAMS[codec](**settings)
     except ValidationError as error:
-        known = ", ".join(name for name in STREAMS[codec].model_fields if name != "codec") or "none"
-        raise ParamsError(f"codec {codec!r}: {_problem(error)}; its settings: {known}") from None
+        raise ParamsError(f"codec {codec!r}: {_problem(error)}; {_allowed(STREAMS[codec], error)}") from None
+
+
+def _allowed(settings: type[Frozen], error: ValidationError) -> str:
+    """The whole numbers that the first wrong setting may be; where it is something else, what settings there are."""
+    place = error.errors()[0]["loc"]
+    field = settings.model_fields.get(str(place[0])) if place else None
+    if field is not None and field.annotation is int:
+        limits = [getattr(one, name) for name in ("ge", "le") for one in field.metadata if hasattr(one, name)]
+        if len(limits) == 2:
+            return "allowed: whole numbers from {} to {}".format(*limits)
+    return f"its settings: {', '.join(name for name in settings.model_fields if name != 'codec') or 'none'}"
 
 
 def _problem(error: ValidationError) -> str:

@@ -202,6 +202,32 @@ def read_header(path: Path | str) -> Header:
         return _header(path, file.metadata())
 
 
+def described(path: Path | str) -> Iterator[str]:
+    """What a file is, line by line; every tensor is checked. Raises as `read_header`."""
+    header, tensors = read_file(path)
+    recipe, model = header.recipe, header.model
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    able = "encodes and decodes" if header.form == "whole" else "decodes alone"
+    yield f"{path}: a codec's file of `kvlab calibrate`, which {able}; {nbytes} bytes of tensors, all as written"
+    k, v = map(_named_with_bits, (recipe.k, recipe.v))
+    yield f"K: {k}, {recipe.rotary} its rotary embedding; V: {v}; recipe {recipe.recipe_id}"
+    sink, recent = (getattr(recipe.k, name, 0) for name in ("sink", "recent"))
+    if sink or recent:
+        yield f"exact: the first {sink} and the newest {recent} tokens of a sequence"
+    shape = f"{model.n_layers} layers, {model.n_kv_heads} KV heads of {model.head_dim} dimensions"
+    yield f"model {model.model_hash}: {shape}"
+    if not tensors:
+        yield "not calibrated: the codec reads nothing that is fitted"
+        return
+    seen = "" if header.n_tokens is None else f"{header.n_tokens} tokens of "
+    yield f"calibrated on {seen}corpus {header.corpus_hash}, on {header.origin}; calibration {header.calibration_hash}"
+
+
+def _named_with_bits(stream: StreamRecipe) -> str:
+    bits = getattr(stream, "bits", None)
+    return stream.codec if bits is None else f"{stream.codec} at {bits:g} bits"
+
+
 def read_file(path: Path | str) -> CalibrationFile:
     """The whole file, every tensor held against its digest; raises as `read_header`."""
     with _opened(path) as file:
