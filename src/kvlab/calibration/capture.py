@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -243,36 +244,38 @@ def _looking(
 
 
 class _Tap:
-    """Folds what passes into moments, and keeps K and V of the windows of the sample.
+    """Folds what passes into moments, and keeps K and V of the windows of the sample, in the order in which it passed.
 
-    Both are done once the engine is through with a window: a fault is then not told from inside its forward pass, and
-    the engine computes on all cores until then.
+    Where the engine computes on one core, that is done meanwhile in a thread of its own; else after each window, as
+    both together would only wait for one another. A fault is told once a window is done, not from inside its forward.
     """
 
     def __init__(self, moments: ModelMoments, chosen: Sequence[int], beside: Sequence[Beside]):
         self.moments, self.chosen, self.beside = moments, chosen, beside
         self.sample: dict[str, Tensor] = {}
         self.window = 0
-        self._passed: list[tuple[int, Part, Tensor]] = []
+        self._thread = ThreadPoolExecutor(1, "capture") if torch.get_num_threads() == 1 else None
+        self._due: list[Callable[[], None]] = []
 
     def __call__(self, layer: int, part: Part, x: Tensor) -> None:
         """See `Tap`."""
-        # a copy: an engine may turn its own by the rotary embedding where it lies
-        self._passed.append((layer, part, x.detach().clone()))
+        own = x.detach().clone()  # an engine may turn its own by the rotary embedding where it lies
+        fold = partial(self._fold, self.window, layer, part, own)
+        self._due.append(self._thread.submit(fold).result if self._thread else fold)
 
     def finish_window(self) -> None:
         """Fold up all that passed; `NonFinite` when any of it was."""
-        passed, self._passed = self._passed, []
-        for layer, part, x in passed:
-            self._fold(layer, part, x)
+        due, self._due = self._due, []
+        for one in due:
+            one()
 
     @torch.no_grad()
-    def _fold(self, layer: int, part: Part, x: Tensor) -> None:
-        self.moments.update(self.window, layer, part, x)
+    def _fold(self, window: int, layer: int, part: Part, x: Tensor) -> None:
+        self.moments.update(window, layer, part, x)
         for other in self.beside:
-            other.see(self.window, layer, part, x)
-        if part in STREAMS and self.window in self.chosen:
-            self._keep(f"layer_{layer}_{part}", x[:, : self.moments.extent.context], self.chosen.index(self.window))
+            other.see(window, layer, part, x)
+        if part in STREAMS and window in self.chosen:
+            self._keep(f"layer_{layer}_{part}", x[:, : self.moments.extent.context], self.chosen.index(window))
 
     def _keep(self, name: str, x: Tensor, place: int) -> None:
         if name not in self.sample:
