@@ -100,6 +100,7 @@ def test_what_has_left_the_window_is_let_go_and_nobody_sees_it(engine, calibrate
         assert torch.equal(k[:, :, held.gone :], kept[:, :, held.gone :]) and not k[:, :, : held.gone].any()
 
 
+@torch.no_grad()
 def test_a_cache_goes_back_as_far_as_it_has_what_the_next_token_sees(engine, calibrated):
     cache = KVCache(engine.model, RECIPES["hadamard"], calibrated, semantics="in_forward")
     first = fed(engine.model, cache, IDS[:1])
