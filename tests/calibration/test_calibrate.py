@@ -50,6 +50,15 @@ def test_a_capture_holds_the_moments_of_all_and_a_sample(tiny_params, tiny_calib
             torch.testing.assert_close(scatter / (count - 1), covariance, rtol=1e-11, atol=1e-12)
 
 
+def test_what_is_folded_meanwhile_and_after_a_window_is_the_same(hf_engine, calib_windows, monkeypatch):
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        seen = observe(hf_engine, calib_windows.calib[:3, :64].tolist(), 64, "text", sample=2, beside=["across"])
+        found.append(seen.tensors)
+    assert found[0].keys() == found[1].keys() and all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+
+
 def test_both_engines_leave_the_same(tiny_params, tiny_calibration, vllm_engine, calib_windows):
     """vLLM's own tensors, folded up where they appear: float32 rounding apart, what transformers left."""
     hf = Captured(tiny_calibration["capture"], vllm_engine.info.model_hash)

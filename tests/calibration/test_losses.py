@@ -69,6 +69,9 @@ def test_the_model_is_left_as_it_was(hf_engine, ids):
     asked = [weight.requires_grad for weight in hf_engine.model.parameters()]
     losses.measured(hf_engine, [ids], ErrorMetrics(hf_engine.info, len(ids)).angles)
     assert [weight.requires_grad for weight in hf_engine.model.parameters()] == asked and any(asked)
+    with pytest.raises(IndexError):
+        losses.measured(hf_engine, [ids], [])
+    assert [weight.requires_grad for weight in hf_engine.model.parameters()] == asked
 
 
 def test_a_gradient_that_is_no_number_is_refused(hf_engine, ids, monkeypatch):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvlab.cli import main as cli
-from kvlab.core.filekind import CACHES, FRONT, kind_of
+from kvlab.core.filekind import CACHES, CODED, FRONT, is_tensors, kind_of
 from refusals import refused, refused_line
 
 TEXT = "a cache that is kept " * 12
@@ -74,13 +74,15 @@ def test_a_codec_is_no_cache(files, tiny_model, line):
     assert code == 2 and [reason["code"] for reason in found["reasons"]] == ["not_a_snapshot"]
 
 
-def test_a_codecs_file_is_described_and_checked(files, line, tmp_path):
+def test_a_codecs_file_that_reads_nothing_is_described(files, line):
     code, said, err = line("inspect", "--stream", files / "int4.kv")
-    assert code == 0 and "K: int at 4 bits, before its rotary embedding" in said and "2 KV heads" in said, err
-    changed = bytearray((files / "int4.kv").read_bytes())
-    changed[-1] ^= 1
-    (tmp_path / "changed.kv").write_bytes(changed)
-    refused_line(line("inspect", "--stream", tmp_path / "changed.kv"), "damaged")
+    assert code == 0 and "K: int at 4 bits, before its rotary embedding" in said and "not calibrated" in said, err
+    (files / "secret").write_bytes(bytes(32))
+    refused_line(line("inspect", "--stream", files / "int4.kv", "--key", files / "secret"), "nobody signs")
+
+
+def test_a_cache_of_123_heads_is_not_taken_for_tensors():
+    assert not is_tensors(CODED + bytes(4) + b"{" + bytes(7)) and is_tensors(bytes(8) + b'{"k')
 
 
 def test_a_cache_in_python_names_what_it_was_given(files, tiny_model):

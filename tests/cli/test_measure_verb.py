@@ -18,7 +18,7 @@ import kvlab
 import tiny
 from kvlab.cache.files.calibration import load_calibration, read_header
 from kvlab.calibration.calibrate import calibrate
-from kvlab.cli import costs, measure, measuring
+from kvlab.cli import checked, costs, measure, measuring
 from kvlab.cli import main as cli
 from kvlab.codecs.base import Site
 from kvlab.codecs.registry import build
@@ -29,7 +29,7 @@ from kvlab.measure import places, quick_run
 from kvlab.stats import kl_scale
 from kvlab.stats.bootstrap import Estimate
 from kvlab.text.excerpts import refuse_overlap, windows_of
-from refusals import refused
+from refusals import refused, refused_line
 
 
 @pytest.fixture
@@ -57,6 +57,16 @@ def calibrated(tiny_model, texts, tmp_path):
     return out
 
 
+def test_a_codecs_file_is_described_and_checked(calibrated, line, tmp_path):
+    code, said, err = line("inspect", "--stream", calibrated)
+    assert code == 0 and "encodes and decodes" in said and "K: klt at 4 bits, before its rotary embedding" in said, err
+    assert "calibrated on 384 tokens" in said and "exact" not in said and "coded layers" not in said
+    changed = bytearray(calibrated.read_bytes())
+    changed[-1] ^= 1  # of a tensor: the header comes first
+    (tmp_path / "changed.kv").write_bytes(changed)
+    refused_line(line("inspect", "--stream", tmp_path / "changed.kv"), "damaged: tensor")
+
+
 def test_codecs_are_measured_beside_one_another(run, texts, tmp_path):
     out = tmp_path / "found.json"
     code, said, err = run("--bits", 2, 4, "--against", "int", "--calib-text", texts[1], "--json", out)
@@ -77,20 +87,25 @@ def test_codecs_are_measured_beside_one_another(run, texts, tmp_path):
     assert len(found["witnessed"]) == 2 and "computed a second time, by other code, and agrees" in said
 
 
-@pytest.mark.parametrize(
-    ("own", "asked", "used"),
-    [
-        ("bfloat16", (), "bfloat16"),
-        ("float16", (), "float32"),
-        ("bfloat16", ("--dtype", "float32"), "float32"),
-        (None, (), "float32"),
-    ],
-)
-def test_what_is_computed_in_is_the_models_own_dtype_and_is_said(tiny_model, texts, line, tmp_path, own, asked, used):
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_what_is_computed_in_is_what_weights_are_of_where_torch_is_quick_in_it(name, slow, monkeypatch):
+    monkeypatch.setattr(checked, "lacks_bfloat16", lambda: slow)
+    monkeypatch.setattr(checked, "_on_a_gpu", lambda: False)
+    used = {own: checked.dtype_of(None, {name: own}) for own in ("float32", "bfloat16", "float16", None)}
+    assert used.pop("bfloat16") == ("float32" if slow else "bfloat16") and set(used.values()) == {"float32"}
+    assert checked.dtype_of("bfloat16", {name: "float32"}) == "bfloat16"
+    monkeypatch.setattr(checked, "_on_a_gpu", lambda: True)
+    assert checked.dtype_of(None, {name: "bfloat16"}) == "bfloat16"
+
+
+@pytest.mark.parametrize(("asked", "used"), [((), "bfloat16"), (("--dtype", "float32"), "float32")])
+def test_what_is_computed_in_is_said(tiny_model, texts, line, tmp_path, monkeypatch, asked, used):
+    monkeypatch.setattr(checked, "lacks_bfloat16", lambda: False)
     folder, out = shutil.copytree(tiny_model, tmp_path / "model"), tmp_path / "found.json"
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps({name: x for name, x in config.items() if "dtype" not in name} | {"dtype": own})
+        json.dumps({name: x for name, x in config.items() if "dtype" not in name} | {"dtype": "bfloat16"})
     )
     small = ("--context", 64, "--eval", 32, "--windows", 2, "--no-witness", "--json", out)
     code, said, err = line("measure", folder, "--text", texts[0], "--codec", "kivi", *small, *asked)
@@ -104,7 +119,8 @@ def test_the_witness_can_be_left_out_and_that_is_said(run, tmp_path):
     assert json.loads(out.read_text())["witnessed"] == []
 
 
-def test_a_wrong_answer_ends_the_command(run, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_answer_ends_the_command(run, dtype, monkeypatch):
     from kvlab.measure.scoring import WindowRun
 
     honest = WindowRun._scored
@@ -114,7 +130,7 @@ def test_a_wrong_answer_ends_the_command(run, monkeypatch):
         return (logits + self.reference) / 2
 
     monkeypatch.setattr(WindowRun, "_scored", halved)
-    code, said, err = run("--codec", "kivi", "--dtype", "float32")  # bfloat16's own rounding is larger than this wrong
+    code, said, err = run("--codec", "kivi", "--bits", 2, "--dtype", dtype)
     assert code != 0 and said == "" and "witness" in err.splitlines()[-1]
 
 

@@ -16,7 +16,7 @@ from kvlab.codecs.int import IntStream
 from kvlab.codecs.kivi import KiviStream
 from kvlab.codecs.kvquant import KvQuantStream
 from kvlab.codecs.kvquant import codec as kvquant
-from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.recipes import named_recipe, stream_recipe
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared import quantizer
 from kvlab.codecs.shared.ended_codec import EndedCodec
@@ -83,6 +83,15 @@ def test_a_stored_format_has_one_recipe_whose_bits_are_its_own(name, tiny_params
     for bits in ({"bits": 4}, {"v_bits": 4}):
         with refused(ParamsError, "params.no-bits", name):
             named_recipe(name, **bits)
+
+
+def test_a_wrong_setting_of_our_own_codec_is_told_what_is_allowed():
+    with refused(ParamsError, None, "colour", "its settings: "):
+        stream_recipe("int", colour=3)
+    with refused(ParamsError, None, "given: 1.5", "allowed: whole numbers, at least 1, at most 8"):
+        stream_recipe("int", bits=1.5)
+    with refused(ParamsError, None, "given: 99", "allowed: more than 0, at most 8"):
+        stream_recipe("klt", bits=99)
 
 
 def test_bits_and_settings_of_a_published_codec_are_checked():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -246,8 +247,8 @@ def _looking(
 class _Tap:
     """Folds what passes into moments, and keeps K and V of the windows of the sample, in the order in which it passed.
 
-    Where the engine computes on one core, that is done meanwhile in a thread of its own; else after each window, as
-    both together would only wait for one another. A fault is told once a window is done, not from inside its forward.
+    Where torch has one thread, that is done meanwhile in a second one; else after each window, as both together would
+    only wait for one another. A fault is told once a window is done, not from inside its forward.
     """
 
     def __init__(self, moments: ModelMoments, chosen: Sequence[int], beside: Sequence[Beside]):
@@ -255,7 +256,7 @@ class _Tap:
         self.sample: dict[str, Tensor] = {}
         self.window = 0
         self._thread = ThreadPoolExecutor(1, "capture") if torch.get_num_threads() == 1 else None
-        self._due: list[Callable[[], None]] = []
+        self._due: deque[Callable[[], None]] = deque()
 
     def __call__(self, layer: int, part: Part, x: Tensor) -> None:
         """See `Tap`."""
@@ -265,9 +266,11 @@ class _Tap:
 
     def finish_window(self) -> None:
         """Fold up all that passed; `NonFinite` when any of it was."""
-        due, self._due = self._due, []
-        for one in due:
-            one()
+        try:
+            while self._due:
+                self._due.popleft()()  # what is folded up is gone from memory
+        finally:
+            self._due.clear()
 
     @torch.no_grad()
     def _fold(self, window: int, layer: int, part: Part, x: Tensor) -> None:

@@ -81,7 +81,8 @@ def _over(model: PreTrainedModel, info: ModelInfo, windows, angles) -> dict[str,
 def _without_gradients(model: PreTrainedModel) -> Iterator[None]:
     """No gradients of weights meanwhile, for which inputs of all layers would be kept; then again as before.
 
-    Of weights without gradients torch copies the whole head, in bfloat16, for the logits of some tokens of a pass.
+    For the logits of a pass's last tokens torch copies the head in bfloat16 if it has no gradients: half a second of a
+    large vocabulary, in each pass that the engine makes afterwards.
     """
     asked = [weight for weight in model.parameters() if weight.requires_grad]
     model.requires_grad_(False)
@@ -120,7 +121,7 @@ def _cache(
     """K and V of tokens by layer and stream, as leaves of a graph, and the cache made of them."""
     clean, filled, leaves = DynamicCache(), DynamicCache(), {}
     with torch.no_grad():
-        model.base_model(tokens, past_key_values=clean, use_cache=True)  # no logits are asked for
+        model.base_model(tokens, past_key_values=clean, use_cache=True)  # without a head, which nothing here reads
     for layer in range(info.n_layers):
         held = clean.layers[layer]
         for stream, part in (("k", held.keys), ("v", held.values)):

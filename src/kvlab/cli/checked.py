@@ -43,13 +43,20 @@ def config_of(folder: Path) -> dict:
 
 
 def dtype_of(asked: str | None, config: dict) -> str:
-    """What the engine computes in: as asked for, else the dtype of the model's weights where torch is quick in it here.
+    """What the engine computes in: as asked for; else as config.json says of the weights, where torch is quick in it.
 
-    float32 holds weights of any dtype as they are.
+    Else float32, which holds weights of any dtype as they are.
     """
     own = config.get("dtype") or config.get("torch_dtype")
-    slow = own == "bfloat16" and lacks_bfloat16()
-    return asked or (own if own in DTYPES and not slow else "float32")
+    if asked or own not in DTYPES:
+        return asked or "float32"
+    return "float32" if own == "bfloat16" and lacks_bfloat16() and not _on_a_gpu() else own
+
+
+def _on_a_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def info_of(folder: Path) -> ModelInfo:

@@ -34,7 +34,7 @@ from kvlab.cli.given import (
     params_of,
 )
 from kvlab.core.errors import ParamsError, StreamError, UserError
-from kvlab.core.filekind import ARCHIVE, CODED, FRONT, holds_tensors, kind_of, magic_of
+from kvlab.core.filekind import ARCHIVE, CODED, FRONT, is_tensors, kind_of, magic_of
 from kvlab.core.params import Model
 
 Recipe = Annotated[Path, recipe(WROTE)]
@@ -198,13 +198,21 @@ def decode_verb(model: OfModel, recipe: Recipe, stream: Stream, out: Out, key: K
     decode(model, recipe, stream, out, key)
 
 
-def inspect_verb(stream: Stream, model: AnyModel = None, params: IfListed = DEFAULT_PARAMS, key: Key = None) -> None:
+def inspect_verb(
+    stream: Annotated[Path, path("what `kvlab encode` wrote, or `kvlab calibrate`")],
+    model: AnyModel = None,
+    params: IfListed = DEFAULT_PARAMS,
+    key: Key = None,
+) -> None:
     """Check a coded cache, an archive or a codec's file, and say what is in it.
 
     --model and --params are taken as the other verbs take them, and not read.
     """
     key = key_of(key)
-    if stream.is_file() and holds_tensors(stream.open("rb").read(FRONT)):
+    if stream.is_file() and is_tensors(stream.open("rb").read(FRONT)):
+        if key is not None:
+            raise UserError(f"{stream} is the file of a codec, which nobody signs; leave --key out")
+
         from kvlab.cache.files.calibration import described as codec_lines
 
         print("\n".join(codec_lines(stream)))

@@ -177,18 +177,30 @@ def stream_recipe(codec: str, **settings) -> StreamRecipe:
 
 
 def _allowed(settings: type[Frozen], error: ValidationError) -> str:
-    """The whole numbers that the first wrong setting may be; where it is something else, what settings there are."""
-    place = error.errors()[0]["loc"]
-    field = settings.model_fields.get(str(place[0])) if place else None
-    if field is not None and field.annotation is int:
-        limits = [getattr(one, name) for name in ("ge", "le") for one in field.metadata if hasattr(one, name)]
-        if len(limits) == 2:
-            return "allowed: whole numbers from {} to {}".format(*limits)
+    """What the first wrong setting may be, where it is a number out of its range; else what settings there are."""
+    problem = _first(error)
+    field = settings.model_fields.get(str(problem["loc"][0])) if problem["loc"] else None
+    if field is not None and problem["type"].startswith(RANGES):
+        said = ["whole numbers"] if field.annotation is int else []
+        for name, words in LIMITS.items():
+            said += [f"{words} {getattr(one, name):g}" for one in field.metadata if hasattr(one, name)]
+        return f"allowed: {', '.join(said)}"
     return f"its settings: {', '.join(name for name in settings.model_fields if name != 'codec') or 'none'}"
+
+
+RANGES = ("greater_than", "less_than", "int_")
+"""How the names of pydantic's faults begin that are of a number's kind or range."""
+LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+"""pydantic's limits of a number, and how they are said."""
+
+
+def _first(error: ValidationError) -> dict[str, Any]:
+    """The first mistake; a name that there is not before one that is missing."""
+    return min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
 
 
 def _problem(error: ValidationError) -> str:
     """The first mistake, where it is, and what was given."""
-    problem = error.errors()[0]
+    problem = _first(error)
     given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"
     return f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}{given}"

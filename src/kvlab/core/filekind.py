@@ -30,14 +30,14 @@ def kind_of(front: bytes) -> str | None:
     """What begins so, in words; None for a file of somebody else."""
     if magic := magic_of(front):
         return CACHES[magic]
-    if holds_tensors(front):
+    if is_tensors(front):
         return "a file of tensors (safetensors), as `kvlab calibrate` writes one for a codec"
     return None
 
 
-def holds_tensors(front: bytes) -> bool:
+def is_tensors(front: bytes) -> bool:
     """Whether what begins so is safetensors: after the length of its header comes JSON."""
-    return front[8:9] == b"{"
+    return magic_of(front) is None and front[8:9] == b"{"
 
 
 def is_calibration_file(path: Path | str) -> bool:

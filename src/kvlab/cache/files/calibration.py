@@ -211,9 +211,12 @@ def described(path: Path | str) -> Iterator[str]:
     yield f"{path}: a codec's file of `kvlab calibrate`, which {able}; {nbytes} bytes of tensors, all as written"
     k, v = map(_named_with_bits, (recipe.k, recipe.v))
     yield f"K: {k}, {recipe.rotary} its rotary embedding; V: {v}; recipe {recipe.recipe_id}"
-    sink, recent = (getattr(recipe.k, name, 0) for name in ("sink", "recent"))
-    if sink or recent:
-        yield f"exact: the first {sink} and the newest {recent} tokens of a sequence"
+    for name, stream in (("K", recipe.k), ("V", recipe.v)):
+        sink, recent = (getattr(stream, end, 0) for end in ("sink", "recent"))
+        if sink or recent:
+            yield f"exact in {name}: the first {sink} and the newest {recent} tokens of a sequence"
+    if header.layers is not None:
+        yield f"coded layers: {', '.join(map(str, header.layers))}"
     shape = f"{model.n_layers} layers, {model.n_kv_heads} KV heads of {model.head_dim} dimensions"
     yield f"model {model.model_hash}: {shape}"
     if not tensors:
