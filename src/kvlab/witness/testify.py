@@ -51,7 +51,7 @@ CODED = {"float32": 1e-4, "bfloat16": 1e-2}
 AMPLIFIED = {"bfloat16": Apart(0.2, 0.3)}
 """So much more of logits and of tensors for each nat by which a codec moves the witness's own predictions.
 
-A cache that predicts something else makes more of rounding. `hadamard` at 2 and 4 bits moved Qwen2.5-Coder-0.5B by .2
+A cache that predicts something else makes more of rounding. `hadamard` at 2 and 4 bits moved Qwen2.5-Coder-0.5B by .1
 to 4 nats (6 windows of 512 coded and 128 scored tokens). Two computations over such a cache were up to .14 of that
 apart in bfloat16, and K and V up to .19 over all tokens. Coded tokens are equal, so that the others differ by more.
 """
