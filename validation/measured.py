@@ -125,8 +125,8 @@ def origin(measured: Measured) -> str:
 
 
 def pages(docs: Path = DOCS) -> Iterator[tuple[Path, str, list[str]]]:
-    """Each page with its text and the names of its blocks."""
-    for page in sorted(docs.glob("*.md")):
+    """Each page that people write, with its text and the names of its blocks."""
+    for page in sorted((*docs.glob("*.md"), *docs.glob("results/*.md"))):
         text = read(page)
         yield page, text, NAMED.findall(text)
 

@@ -25,7 +25,8 @@ from kvlab_pipeline.studies.settings import by_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPTIONS = ROOT / "workflow" / "report"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "config").glob("*.md"))]
+WRITTEN = [page for place in ("docs", "docs/results", "config") for page in sorted((ROOT / place).glob("*.md"))]
+PAGES = [ROOT / "README.md", *WRITTEN]
 INDEX = ROOT / "docs/README.md"
 MADE = ("results/",)  # what the pipeline makes may be linked before it is there
 
