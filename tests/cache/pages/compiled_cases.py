@@ -135,6 +135,17 @@ def test_what_other_code_left_on_disk_is_not_read(monkeypatch, tmp_path):
     assert called("after", After(2)) == (3, 0)
 
 
+def test_a_first_call_says_why_it_takes_long_once_and_for_loops_of_kvlab_alone(caplog):
+    def twice(number):
+        return 2 * number
+
+    compiled.announce.cache_clear()
+    for module, lines in (("theirs", 0), ("kvlab.codecs.loops", 1), ("kvlab.codecs.loops", 1)):
+        twice.__module__ = module
+        assert numba.njit(twice)(3) == 6
+        assert len(caplog.records) == lines
+
+
 def test_each_file_of_the_codecs_is_in_the_name_of_what_is_kept(monkeypatch, tmp_path):
     folder = tmp_path / "codecs" / "shared"
     (tmp_path / "codecs" / "klt").mkdir(parents=True)

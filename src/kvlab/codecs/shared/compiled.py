@@ -6,14 +6,37 @@ Where numba is not installed, nothing imports this module.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 from numba import njit
+from numba.core import event
 
 SUMS = {"contract", "reassoc", "nsz"}
 """What a compiler may do to sums: take them in another order, as a matrix product would. NaN and infinity stay."""
+
+
+class Announced(event.Listener):
+    """Says why a first call takes long, when a loop of kvlab is not on disk yet."""
+
+    def on_start(self, what: event.Event) -> None:
+        """See `numba.core.event.Listener`."""
+        if what.data["dispatcher"].py_func.__module__.startswith("kvlab."):
+            announce()
+
+    def on_end(self, what: event.Event) -> None:
+        """Nothing is left to say."""
+
+
+@cache
+def announce() -> None:
+    """The line, once a process."""
+    logging.getLogger(__name__).warning("kvlab compiles its loops for this processor and keeps them: up to a minute, once")
+
+
+event.register("numba:compile", Announced())
 
 
 def compiled(function: Callable) -> Callable:
