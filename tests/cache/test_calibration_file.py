@@ -20,7 +20,7 @@ from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.codec import KltCodec
 from kvlab.codecs.noise import NoiseStream
 from kvlab.codecs.shared.turning import RUN
-from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StorageError
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StorageError, UserError
 from kvlab.core.filekind import is_calibration_file
 from kvlab.core.recipe import Recipe, digest
 from kvlab.core.records import to_header
@@ -111,6 +111,8 @@ def test_the_cache_takes_it(klt4, tiny_model, tiny_params):
         Cache(model, klt4, calibration=object())
     with refused(ParamsError, "params.codec-name", "kvlab.recipe('klt', bits=4)"):
         Cache(model, "klt")
+    with refused(UserError, "user.no-model", "'models/reference'", "from_pretrained"):
+        Cache("models/reference", klt4)
     with refused(StorageError, None, "nothing.kv"):
         Cache(model, "nothing.kv")
 

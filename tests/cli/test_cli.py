@@ -383,7 +383,7 @@ BAD = {
     "bench no capture": ("bench", {"capture": "nothing"}, "kvlab step capture"),
     "bench a capture that is none": ("bench", {"capture": "tensors"}, "kvlab step capture"),
     "bench no rounds": ("bench", {"rounds": "0"}, "at least one"),
-    "bench half a round": ("bench", {"rounds": "0.5"}, "invalid int value"),
+    "bench half a round": ("bench", {"rounds": "0.5"}, "no whole number"),
     "bench no ladder": ("bench", {"ladder": "nothing"}, "nothing"),
     "bench no tensors": ("bench", {"tensors": "folder"}, "folder"),
 }

@@ -88,9 +88,9 @@ def test_a_stored_format_has_one_recipe_whose_bits_are_its_own(name, tiny_params
 def test_a_wrong_setting_of_our_own_codec_is_told_what_is_allowed():
     with refused(ParamsError, None, "colour", "its settings: "):
         stream_recipe("int", colour=3)
-    with refused(ParamsError, None, "given: 1.5", "allowed: whole numbers, at least 1, at most 8"):
+    with refused(ParamsError, None, "bits is 1.5", "allowed: whole numbers, at least 1, at most 8"):
         stream_recipe("int", bits=1.5)
-    with refused(ParamsError, None, "given: 99", "allowed: more than 0, at most 8"):
+    with refused(ParamsError, None, "bits is 99", "allowed: more than 0, at most 8"):
         stream_recipe("klt", bits=99)
 
 

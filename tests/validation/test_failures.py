@@ -1,4 +1,4 @@
-"""What published_failures.md of docs/results shows twice, or after recommended.md, is the same number in both places."""
+"""What published_failures.md shows twice, or after recommended.md, is the same number in both places."""
 
 from itertools import takewhile
 

@@ -10,7 +10,7 @@ from kvlab.cache.files.prepared import FromFile
 from kvlab.cache.files.recipe import CalibratedRecipeFile, read_recipe_file
 from kvlab.cache.hf.kv_cache import Calibration, KVCache, Semantics
 from kvlab.calibration.needs import needed_files
-from kvlab.core.errors import CapabilityError, ParamsError
+from kvlab.core.errors import CapabilityError, ParamsError, UserError
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
 from kvlab.core.recipe import STREAMS, Recipe
@@ -38,6 +38,8 @@ class Cache(KVCache):
 
     Raises
     ------
+    UserError
+        The model is none, such as the name of its folder.
     ParamsError
         A calibration is given beside a file, which names its own.
     CapabilityError
@@ -56,6 +58,11 @@ class Cache(KVCache):
         semantics: Semantics = "serving",
         **options,
     ):
+        if not isinstance(model, nn.Module):
+            raise UserError(
+                f"a Cache is for a loaded model, not {model!r}; give what AutoModelForCausalLM.from_pretrained makes",
+                code="user.no-model",
+            )
         if not isinstance(recipe, Recipe):
             if calibration is not None:
                 raise ParamsError(

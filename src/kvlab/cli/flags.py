@@ -32,6 +32,9 @@ def word(text: str, *names: str, read: Callable | None = None, argument: bool = 
     return kind(*names, help=text, show_default=False, parser=read and reading(read), **{"metavar": "WORD"} | options)
 
 
+NUMBERS = {int: "whole number", float: "number"}
+
+
 def reading(read: Callable) -> Callable:
     """A parser of typer, which also gets defaults: what is no text any more is left as it is."""
 
@@ -43,7 +46,7 @@ def reading(read: Callable) -> Callable:
         except UserError as error:
             raise typer.BadParameter(str(error)) from None
         except ValueError:
-            raise typer.BadParameter(f"invalid {read.__name__} value: {given!r}") from None
+            raise typer.BadParameter(f"{given!r} is no {NUMBERS.get(read, 'valid value')}") from None
 
     return parser
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvlab.cli.commands import Verbs, in_flags
 from kvlab.core import parent_watch
-from kvlab.core.errors import KvlabError, nearest, suggestion
+from kvlab.core.errors import KvlabError, suggestion
 from kvlab.core.extras import missing_extra
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -169,8 +169,7 @@ def is_flag(word: str) -> bool:
 
 def unknown(given: str, names: Iterable[str]) -> str:
     """What is said of a word that is none of `names`."""
-    near = nearest(given, names)
-    return f"{given!r} is not known; {f'did you mean {near!r}?' if near else 'allowed: ' + ', '.join(names)}"
+    return f"{given!r} is not known{suggestion(given, names) or ';'} allowed: {', '.join(names)}"
 
 
 def shown(param) -> str:

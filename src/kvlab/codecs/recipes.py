@@ -173,19 +173,21 @@ def stream_recipe(codec: str, **settings) -> StreamRecipe:
     try:
         return STREAMS[codec](**settings)
     except ValidationError as error:
-        raise ParamsError(f"codec {codec!r}: {_problem(error)}; {_allowed(STREAMS[codec], error)}") from None
+        raise ParamsError(f"codec {codec!r}: {_refusal(STREAMS[codec], error)}") from None
 
 
-def _allowed(settings: type[Frozen], error: ValidationError) -> str:
-    """What the first wrong setting may be, where it is a number out of its range; else what settings there are."""
+def _refusal(settings: type[Frozen], error: ValidationError) -> str:
+    """The first wrong setting, with its range where it is a number out of it, else with what settings there are."""
     problem = _first(error)
-    field = settings.model_fields.get(str(problem["loc"][0])) if problem["loc"] else None
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    field = settings.model_fields.get(name)
     if field is not None and problem["type"].startswith(RANGES):
         said = ["whole numbers"] if field.annotation is int else []
-        for name, words in LIMITS.items():
-            said += [f"{words} {getattr(one, name):g}" for one in field.metadata if hasattr(one, name)]
-        return f"allowed: {', '.join(said)}"
-    return f"its settings: {', '.join(name for name in settings.model_fields if name != 'codec') or 'none'}"
+        for limit, words in LIMITS.items():
+            said += [f"{words} {getattr(one, limit):g}" for one in field.metadata if hasattr(one, limit)]
+        return f"{name} is {problem['input']!r}; allowed: {', '.join(said)}"
+    known = (name for name in settings.model_fields if name != "codec")
+    return f"{_problem(error)}; its settings: {', '.join(known) or 'none'}"
 
 
 RANGES = ("greater_than", "less_than", "int_")

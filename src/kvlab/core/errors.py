@@ -87,8 +87,8 @@ class UnknownName(UserError):
 
     def __init__(self, kind: str, given: object, allowed: Iterable[str]):
         self.kind, self.given, self.allowed = kind, given, sorted(map(str, allowed))
-        hint = suggestion(str(given), self.allowed)
-        super().__init__(f"{kind} {given!r} is not known; allowed: {', '.join(self.allowed)}{hint}")
+        hint = suggestion(str(given), self.allowed) or ";"  # first, as names may be many
+        super().__init__(f"{kind} {given!r} is not known{hint} allowed: {', '.join(self.allowed)}")
 
 
 class CorpusError(UserError):

@@ -62,7 +62,10 @@ def recipe_json(path: Path | str) -> dict:
     """
     from kvlab.core.records import read_json
 
-    said = read_json(path)
+    try:
+        said = read_json(path)
+    except StorageError as error:
+        raise StorageError(f"{error}; `kvlab recipe` or `kvlab calibrate` writes a recipe file") from None
     if not isinstance(said, dict) or "recipe" not in said:
         raise ParamsError(
             f"{path} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one",

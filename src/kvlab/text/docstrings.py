@@ -9,6 +9,7 @@ out; only the recorded hash, checked by `load_checked`, proves it on a given mac
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -89,8 +90,8 @@ def extract(packages: Sequence[str] = PACKAGES) -> list[Document]:
     """
     files = [(package, path) for package in packages for path in _source_files(package)]
     documents: dict[str, Document] = {}
-    # Parsing is all the work; processes share it, `map` keeps the order.
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    # Parsing is all the work; processes share it, `map` keeps the order. Trees hold no cycles for a collector to find.
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=gc.disable) as pool:
         found = pool.map(_docstrings, [path for _, path in files], chunksize=64)
         for (package, _), texts in zip(files, found, strict=True):
             for text in texts:

@@ -13,7 +13,7 @@ from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import TIERS, TOO_LOSSY
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.evidence import Measure
-from kvlab.gate.evidence.measures import CONFIDENCE
+from kvlab.gate.evidence.measures import CONFIDENCE, FEWEST
 from kvlab.gate.render import p_value
 from kvlab.gate.replay import NOT_REPLAYED, Replayer
 from kvlab.output import format as fmt
@@ -95,6 +95,7 @@ def page(summary: GateSummary) -> dict[str, Any]:
     return {
         "claimed": ", ".join(tier for tier in TIERS if any(line.claimed == tier for line in measured)),
         "best_tier": BEST_TIER,
+        "fewest": FEWEST,
         "not_replayed": NOT_REPLAYED,
         "trust": TRUST,
         "too_lossy": TOO_LOSSY,

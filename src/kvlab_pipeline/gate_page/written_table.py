@@ -31,6 +31,7 @@ def written_table(lines: Sequence[RowSummary]) -> dict[str, Any] | None:
     asked = {metric: next(line.metrics[metric].n for line in lines if metric in line.metrics) for metric in there}
     return {
         "tokens": GREEDY_TOKENS,
+        "tasks": any(metric in TASKS.values() for metric in there),
         "columns": [f"{WORDS[metric]}, % of {asked[metric]}" for metric in there],
         "lines": [
             {"label": label(line), "cells": [cell(metric, line) for metric in there]}
@@ -49,14 +50,14 @@ def cell(metric: str, line: RowSummary) -> str:
     """Of a task the score and, but for the baseline, its paired change; of greedy decoding the score alone."""
     measure, change = line.metrics.get(metric), line.paired.get(metric)
     if measure is None or line.mechanism == BASELINE or metric in METRICS[GREEDY] or change is None:
-        return per_cent(measure)
-    told = f"{fmt.number(100 * measure.value)}; {per_cent(change)}"
+        return per_cent(measure, 0.0)
+    told = f"{fmt.number(100 * measure.value)}; {per_cent(change, -1.0)}"
     return f"{told} ({UNTOLD})" if metric in line.untold else told
 
 
-def per_cent(measure: Measure | None) -> str:
-    """A value with its interval, cut to what a share, or a difference of two, can be."""
+def per_cent(measure: Measure | None, least: float) -> str:
+    """A value with its interval, cut to what it can be: a share from 0 to 1, a difference of two from -1 to 1."""
     if measure is None:
         return fmt.estimate(None)
-    cut = {end: min(max(getattr(measure, end), -1.0 if measure.low < 0 else 0.0), 1.0) for end in ("low", "high")}
+    cut = {end: min(max(getattr(measure, end), least), 1.0) for end in ("low", "high")}
     return fmt.estimate(measure.model_dump() | cut, 100.0).replace(", ", f",{NO_BREAK}")

@@ -83,6 +83,7 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
         "row": row or nearest,
         "table": rows_table(group, state, way == ways.FINISHED),
         "written": written(plain, group),
+        "tasks": any(name in row["metrics"] for row in group for name in TASKS.values()),
         "greedy": fmt.number(GREEDY_TOKENS),
         "chosen": chosen(row or nearest, plain) if row or nearest else None,
     }

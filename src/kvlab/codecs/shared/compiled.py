@@ -33,7 +33,7 @@ class Announced(event.Listener):
 @cache
 def announce() -> None:
     """The line, once a process."""
-    logging.getLogger(__name__).warning("kvlab compiles its loops for this processor and keeps them: up to a minute, once")
+    logging.getLogger(__name__).warning("kvlab compiles its loops for this processor, once: this takes up to a minute")
 
 
 event.register("numba:compile", Announced())

@@ -88,7 +88,7 @@ def judge(metric: Metric, paired: Measure | None, value: Measure) -> Judgement:
     p, word, n = p_value(metric, paired, value), _word(metric.margin, loss, room), (paired or value).n
     few = word == "within" and p == NOT_INSIDE  # so few items that nothing bounds their mean
     word = "open" if few else word
-    needed = FEWEST if few else _needed(metric.margin, loss, room, n)
+    needed = FEWEST if few else _needed(metric.margin, loss, room, n, 1 if metric.rate else FEWEST)
     return Judgement(
         key=metric.key,
         word=word,
@@ -188,12 +188,16 @@ def _word(margin: float, loss: _Range | None, room: _Range | None) -> Word:
     return "within" if met and all(met) else "open"
 
 
-def _needed(margin: float, loss: _Range | None, room: _Range | None, n: int) -> int | None:
-    """The fewest items after which the word is not open any more: one of those where some end meets some limit."""
+def _needed(margin: float, loss: _Range | None, room: _Range | None, n: int, fewest: int) -> int | None:
+    """The fewest items after which the word is not open any more: one of those where some end meets some limit.
+
+    No fewer than `fewest` where the word is then ``within``.
+    """
     for items in sorted(_crossings(margin, loss, room, n)):
         shrink = math.sqrt(n / items)
-        if _word(margin, loss and loss.scaled(shrink), room and room.scaled(shrink)) != "open":
-            return items
+        word = _word(margin, loss and loss.scaled(shrink), room and room.scaled(shrink))
+        if word != "open":
+            return max(items, fewest) if word == "within" else items
     return None
 
 
