@@ -216,7 +216,7 @@ def test_more_items_reach_the_margin():
     assert open_one.needed_n == pytest.approx(100 * (0.5 / 0.125) ** 2, abs=1)
 
 
-def test_a_mean_of_so_few_items_settles_nothing():
+def test_a_mean_of_so_few_items_certifies_nothing():
     open_one = judge(metric(margin=0.25), measure(-0.0625, 0.3125, 0.125, n=8), VALUE)
     assert (open_one.word, open_one.needed_n) == ("open", FEWEST)
 
