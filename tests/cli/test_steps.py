@@ -13,7 +13,6 @@ from kvlab.cli import main as cli
 from kvlab.cli.parsing import command
 
 OTHER_NAMES = {  # what a function calls a parameter whose flag has another name
-    "corpus": {"documents": "documents_out"},
     "capture": {"asked_for": "asked"},
     "archive": {"asked_for": "asked"},
     "baseline": {"run": "name"},

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 
 import tiny
@@ -118,6 +119,31 @@ def test_the_same_parameters_give_the_same_windows(tiny_params, tiny_windows, tm
     again = corpus.build(tiny_params, tmp_path / "w.safetensors")
     assert again.corpus_hash == json.loads(tiny_windows.with_suffix(".json").read_text())["corpus_hash"]
     assert (tmp_path / "w.safetensors").read_bytes() == tiny_windows.read_bytes()
+
+
+def test_texts_that_were_kept_give_the_same_windows(tiny_params, tiny_windows, tmp_path):
+    corpus.write_texts(tiny_params, texts := tmp_path / "texts.parquet")
+    again = corpus.build(tiny_params, tmp_path / "w.safetensors", texts)
+    assert again.corpus_hash == corpus.load(tiny_windows, again.model_hash).corpus_hash
+    assert (tmp_path / "w.json").read_bytes() == tiny_windows.with_suffix(".json").read_bytes()
+
+
+@pytest.mark.parametrize("held", ["no parquet", "another table", "no record"])
+def test_texts_that_cannot_be_read_are_refused(tiny_params, tmp_path, held):
+    corpus.write_texts(tiny_params, texts := tmp_path / "texts.parquet")
+    if held == "another table":
+        pl.DataFrame({"line": ["of another table"]}).write_parquet(texts)
+    else:
+        (texts if held == "no parquet" else texts.with_suffix(".json")).write_text("[]")
+    with refused(CorpusError, "corpus.unreadable", texts, "`kvlab step texts`"):
+        corpus.build(tiny_params, tmp_path / "w.safetensors", texts)
+    assert not (tmp_path / "w.safetensors").exists()
+
+
+def test_texts_of_another_corpus_are_refused(tiny_params, tmp_path):
+    corpus.write_texts(tiny_params, texts := tmp_path / "texts.parquet")
+    with refused(CorpusError, "corpus.other-texts", texts, "nowhere.txt"):
+        corpus.build(with_changes(tiny_params, corpus={"other": "nowhere.txt"}), tmp_path / "w.safetensors", texts)
 
 
 def test_another_seed_chooses_others(tiny_params, tiny_windows, tmp_path):

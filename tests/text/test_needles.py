@@ -170,22 +170,10 @@ def test_items_stand_in_the_text_of_another_domain_where_that_is_long_enough(tin
 
 
 def test_documents_that_were_kept_give_the_same_items(params, path, tmp_path):
-    corpus.build(params, tmp_path / "windows.safetensors", tmp_path / "documents.parquet")
-    needles.build(params, tmp_path / "needles.parquet", tmp_path / "documents.parquet")
+    corpus.write_texts(params, tmp_path / "texts.parquet")
+    needles.build(params, tmp_path / "needles.parquet", tmp_path / "texts.parquet")
     assert (tmp_path / "needles.parquet").read_bytes() == path.read_bytes()
     assert (tmp_path / "needles.json").read_bytes() == path.with_suffix(".json").read_bytes()
-
-
-@pytest.mark.parametrize("held", [b"no parquet", None])
-def test_documents_that_cannot_be_read_are_refused(params, tmp_path, held):
-    given = tmp_path / "documents.parquet"
-    if held is None:
-        pl.DataFrame({"line": ["of another table"]}).write_parquet(given)
-    else:
-        given.write_bytes(held)
-    with refused(CorpusError, "corpus.unreadable", given, "`kvlab step corpus`"):
-        needles.build(params, tmp_path / "needles.parquet", given)
-    assert not (tmp_path / "needles.parquet").exists()
 
 
 def test_the_same_parameters_give_the_same_items(params, path, built, tmp_path):

@@ -160,6 +160,7 @@ DISCLOSURES = [
 ]
 ORIGIN = PARAMS.calibration.origin
 CAPTURED = sorted(PARAMS.calibration.engines)
+COMPARED = CAPTURED if len(CAPTURED) > 1 else []  # whether a codec errs alike on each capture, one alone cannot say
 ENGINES = sorted({*PARAMS.engines, *CAPTURED})
 RUNS = plan.baseline_runs(PARAMS)
 

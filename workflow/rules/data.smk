@@ -1,12 +1,36 @@
+rule corpus_texts:
+    """Read the texts, of which every model's windows are cut: while the weights are made."""
+    input:
+        corpus_files(),
+    output:
+        texts="calib/corpus/texts.parquet",
+        record="calib/corpus/texts.json",
+    log:
+        "results/logs/corpus/texts.log",
+    benchmark:
+        "results/benchmarks/corpus/texts.tsv"
+    priority: 10  # the windows wait for it
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    params:
+        code=Code("kvlab.text.corpus"),
+        cfg=lead_cfg("corpus"),
+    message:
+        "corpus: documents of the texts"
+    shell:
+        "python -m kvlab step texts --params {params.cfg:q} --out {output.texts:q} > {log:q} 2>&1"
+
+
 rule corpus_model:
     """Cut the corpus into token windows: disjoint ones for the calibration and for the scores."""
     input:
-        text=corpus_files(),
+        texts=rules.corpus_texts.output.texts,
+        texts_record=rules.corpus_texts.output.record,
         model=model_files(),
     output:
         windows="calib/corpus/{model}/windows.safetensors",
         record="calib/corpus/{model}/windows.json",
-        documents="calib/corpus/{model}/documents.parquet",
     log:
         "results/logs/corpus/{model}/windows.log",
     benchmark:
@@ -22,7 +46,7 @@ rule corpus_model:
     shell:
         "python -m kvlab step corpus"
         " --params {params.cfg:q}"
-        " --documents {output.documents:q}"
+        " --texts {input.texts:q}"
         " --out {output.windows:q}"
         " > {log:q} 2>&1"
 
@@ -30,9 +54,7 @@ rule corpus_model:
 rule corpus:
     """The token windows of every model."""
     input:
-        of_models(
-            "calib/corpus/{model}/{file}", file=["windows.safetensors", "windows.json", "documents.parquet"]
-        ),
+        of_models("calib/corpus/{model}/{file}", file=["windows.safetensors", "windows.json"]),
     params:
         cfg=parameters("model"),
     message:
@@ -42,8 +64,8 @@ rule corpus:
 rule needles_model:
     """Plant a fact in each of some texts of the test split, and ask for it; and RULER's texts, at greater lengths."""
     input:
-        documents="calib/corpus/{model}/documents.parquet",
-        corpus=corpus_files(),
+        texts=rules.corpus_texts.output.texts,
+        texts_record=rules.corpus_texts.output.record,
         model=model_files(),
     output:
         needles="calib/needles/{model}/needles.parquet",
@@ -66,7 +88,7 @@ rule needles_model:
     shell:
         "python -m kvlab step needles"
         " --params {params.cfg:q}"
-        " --documents {input.documents:q}"
+        " --texts {input.texts:q}"
         " --out {output.needles:q}"
         " > {log:q} 2>&1"
 

@@ -246,8 +246,8 @@ rule ladder_further:
     """Score codecs at longer contexts, and klt fitted on parts of the calibration; where `ladder` asks for them."""
     input:
         model=model_files(),
-        corpus=corpus_files(),
-        documents="calib/corpus/{model}/documents.parquet",
+        texts=rules.corpus_texts.output.texts,
+        texts_record=rules.corpus_texts.output.record,
         windows="calib/corpus/{model}/windows.safetensors",
         sigma=f"calib/sigma/{{model}}/{ORIGIN}.safetensors",
         record=f"calib/sigma/{{model}}/{ORIGIN}.json",
@@ -278,7 +278,7 @@ rule ladder_further:
     shell:
         "python -m kvlab step ladder_further"
         " --params {params.cfg:q}"
-        " --documents {input.documents:q}"
+        " --texts {input.texts:q}"
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --components {input.components:q}"
@@ -305,7 +305,7 @@ rule studies:
     """What the report is made of, whole, of every model: the studies that are asked for, and what they read."""
     input:
         rules.codebooks.input,
-        rules.residual.input,
+        of_models("results/residual/{model}/{engine}.{kind}", engine=COMPARED, kind=["parquet", "json"]),
         expand("results/choice/{model}.json", model=asked_for(plan.CHOSEN)),
         [measured_of(study, asked_for(study)) for study in (BASELINE, *STUDIES)],
         expand("results/ladder/{model}/{made}.json", model=asked_for(plan.LADDER), made=LADDER_MADE),

@@ -9,7 +9,8 @@ rule tradeoffs_job:
     input:
         model=model_files(),
         windows="calib/corpus/{model}/windows.safetensors",
-        documents="calib/corpus/{model}/documents.parquet",
+        texts=rules.corpus_texts.output.texts,
+        texts_record=rules.corpus_texts.output.record,
         sigma=f"calib/sigma/{{model}}/{ORIGIN}.safetensors",
         record=f"calib/sigma/{{model}}/{ORIGIN}.json",
         components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
@@ -47,7 +48,7 @@ rule tradeoffs_job:
         "python -m kvlab step tradeoffs"
         " --params {params.cfg:q}"
         " --windows {input.windows:q}"
-        " --documents {input.documents:q}"
+        " --texts {input.texts:q}"
         " --sigma {input.sigma:q}"
         " --components {input.components:q}"
         " --out {output:q}"

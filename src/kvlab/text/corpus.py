@@ -14,24 +14,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvlab.core.errors import CorpusError
+from kvlab.core.errors import CorpusError, StorageError
 from kvlab.core.model import check_window, load_tokenizer, resolve
 from kvlab.core.params import Corpus, Params, Windows
 from kvlab.core.recipe import Text
-from kvlab.core.records import atomic, forget, from_header, sha256, to_header, write_json, write_table
+from kvlab.core.records import atomic, forget, from_header, read_json, sha256, to_header, write_json, write_table
 from kvlab.text import encyclopedia, licences
 
 TOKENIZED_AT_ONCE = 1000  # documents; a corpus may be far larger than what its windows need
 SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
 DATASETS_PREFIX = "datasets:"
 OTHERS = {"encyclopedia": encyclopedia, "licences": licences}  # what `corpus.other` may name, beside files
-DOCUMENTS = pl.Schema({"text": pl.String})  # of the test split, in the order in which the windows are cut
+DOCUMENTS = pl.Schema({"split": pl.String, "text": pl.String})  # in the order in which the windows are cut
 DOCSTRINGS_RECORD = Path("models/reference/corpus.json")  # what `corpus.source: docstrings` must hash to
 
 
@@ -90,13 +91,13 @@ class TokenWindows:
         return range(self.context + 1, self.test.shape[1])
 
 
-def build(params: Params, out: Path, documents_out: Path | None = None) -> TokenWindows:
-    """Read the corpus, cut it, check it and write ``windows.safetensors`` with its ``.json``.
+def build(params: Params, out: Path, texts: Path | None = None) -> TokenWindows:
+    """Cut the corpus, check it and write ``windows.safetensors`` with its ``.json``.
 
     Parameters
     ----------
-    documents_out : Path, optional
-        Where the documents of the test split are kept, for what else is to be made of them.
+    texts : Path, optional
+        What `write_texts` wrote; without, the corpus is read again.
 
     Raises
     ------
@@ -105,9 +106,7 @@ def build(params: Params, out: Path, documents_out: Path | None = None) -> Token
     """
     info = resolve(params.model)
     check_window(info, params.windows.length)
-    documents = read_documents(params.corpus)
-    other, facts = read_other(params.corpus)
-    documents |= {} if params.corpus.other is None else {"other": other}
+    documents, facts = documents_of(params, texts)
     refuse_shared_documents(documents)
     tokenizer = load_tokenizer(info)
     cut_from = {split: tokenized(texts, tokenizer) for split, texts in documents.items()}
@@ -127,30 +126,56 @@ def build(params: Params, out: Path, documents_out: Path | None = None) -> Token
     refuse_shared_windows(windows)
     forget(out)
     save(windows, out)
-    if documents_out:
-        write_table(documents_out, pl.DataFrame({"text": documents["test"]}, schema=DOCUMENTS))
     write_json(Path(out).with_suffix(".json"), describe(windows, params, documents) | facts)
     return windows
 
 
-def scored_documents(params: Params, kept: Path | None = None) -> list[str]:
-    """The documents of the test split: as `build` kept them, or read from the corpus again.
+def write_texts(params: Params, out: Path) -> None:
+    """Read the corpus, of whatever model, and write its documents with a ``.json`` that says which they are.
 
     Raises
     ------
     CorpusError
-        They cannot be read, or the calibration reads one of them.
+        A text is missing or cannot be read.
     """
-    if kept is None:
-        documents = read_documents(params.corpus)
-        refuse_shared_documents(documents)
-        return documents["test"]
+    documents, facts = documents_of(params)
+    forget(out)
+    named = [(split, text) for split, texts in documents.items() for text in texts]
+    write_table(out, pl.DataFrame(named, schema=DOCUMENTS, orient="row"))
+    write_json(Path(out).with_suffix(".json"), {"corpus": read_from(params), "facts": facts})
+
+
+def documents_of(params: Params, texts: Path | None = None) -> tuple[dict[str, list[str]], dict]:
+    """Documents by split, and what ``windows.json`` says of the other text; from the corpus, or as `texts` keeps them.
+
+    Raises
+    ------
+    CorpusError
+        A text is missing, or `texts` cannot be read or is of another corpus.
+    """
+    if texts is None:
+        other, facts = read_other(params.corpus)
+        return read_documents(params.corpus) | ({} if params.corpus.other is None else {"other": other}), facts
     try:
-        return pl.read_parquet(kept).match_to_schema(DOCUMENTS)["text"].to_list()
-    except (OSError, pl.exceptions.PolarsError) as error:
+        said = read_json(Path(texts).with_suffix(".json"))
+        corpus, facts = said["corpus"], said["facts"]
+        table = pl.read_parquet(texts).match_to_schema(DOCUMENTS)
+    except (OSError, StorageError, KeyError, TypeError, pl.exceptions.PolarsError) as error:
         raise CorpusError(
-            f"cannot read documents {kept}: {error}; run `kvlab step corpus`", code="corpus.unreadable"
+            f"cannot read texts {texts}: {error}; run `kvlab step texts`", code="corpus.unreadable"
         ) from None
+    if corpus != read_from(params):
+        raise CorpusError(
+            f"{texts} holds the texts of {corpus}, and `corpus` names {read_from(params)}; run `kvlab step texts`",
+            code="corpus.other-texts",
+        )
+    parts = table.partition_by("split", as_dict=True, include_key=False)
+    return {split: rows["text"].to_list() for (split,), rows in parts.items()}, facts
+
+
+def read_from(params: Params) -> dict[str, Any]:
+    """What of the parameters decides which documents there are."""
+    return params.corpus.model_dump(mode="json", exclude={"scored"})
 
 
 def read_documents(corpus: Corpus) -> dict[str, list[str]]:

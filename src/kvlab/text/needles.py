@@ -127,13 +127,13 @@ class Planted(NamedTuple):
     distractors: int
 
 
-def build(params: Params, out: Path, documents: Path | None = None) -> Needles:
+def build(params: Params, out: Path, kept: Path | None = None) -> Needles:
     """Plant a fact in each of ``mechanisms.needles`` texts, and write ``needles.parquet`` with its ``.json``.
 
     Parameters
     ----------
-    documents : Path, optional
-        Those of the test split as `corpus.build` kept them; without, the corpus is read again.
+    kept : Path, optional
+        What `corpus.write_texts` wrote; without, the corpus is read again.
 
     Raises
     ------
@@ -148,7 +148,7 @@ def build(params: Params, out: Path, documents: Path | None = None) -> Needles:
     prefix = corpus.bos(tokenizer)
     seeds = [params.windows.seed, STREAM, *([params.windows.skip] if params.windows.skip else [])]
     chance = np.random.default_rng(seeds)
-    text, found = planted_in(params, documents, tokenizer, len(prefix))
+    text, found = planted_in(params, kept, tokenizer, len(prefix))
     texts, scored = haystacks(corpus.stream(found, tokenizer), params, len(prefix), chance, text)
     planter = Planter(tokenizer, words(found, tokenizer), chance)
     planted = [planter.plant(text.tolist(), context, prefix) for text in texts]
@@ -161,13 +161,15 @@ def build(params: Params, out: Path, documents: Path | None = None) -> Needles:
     return needles
 
 
-def planted_in(params: Params, documents: Path | None, tokenizer, prefixed: int) -> tuple[Text, list[str]]:
+def planted_in(params: Params, kept: Path | None, tokenizer, prefixed: int) -> tuple[Text, list[str]]:
     """The text that items stand in, and its documents: that of another domain, where it has a window for each item."""
-    if params.corpus.other is not None:
-        found, _ = corpus.read_other(params.corpus)
-        if len(corpus.stream(found, tokenizer)) // (params.windows.length - prefixed) >= params.mechanisms.needles:
-            return "other", found
-    return "test", corpus.scored_documents(params, documents)
+    documents, _ = corpus.documents_of(params, kept)
+    corpus.refuse_shared_documents(documents)
+    body = params.windows.length - prefixed
+    other = documents.get("other", [])
+    if len(corpus.stream(other, tokenizer)) // body >= params.mechanisms.needles:
+        return "other", other
+    return "test", documents["test"]
 
 
 def haystacks(

@@ -33,8 +33,7 @@ Exit codes: 0 done; 2 the input is wrong, one line says how to mend it; 1 the ru
 )
 STUDIES = ("restore", "policy", "tradeoffs", "bitplanes", "placement")
 
-Keep = Annotated[Path | None, result("keep the documents of the test split here, for `kvlab step needles`")]
-Documents = Annotated[Path | None, path("what `kvlab step corpus` kept; without, the corpus is read again")]
+Texts = Annotated[Path | None, path("what `kvlab step texts` wrote; without, the corpus is read again")]
 Engine = Annotated[str, word("hf or vllm")]
 ASKED = "what `kvlab step asked` wrote"
 ArchiveFile = Annotated[Path | None, path(FITTED["archive"], metavar="[FILE]")]
@@ -76,17 +75,22 @@ def _choice(params, file: Path | None):
     return current(params, read_choice(file)) if file else None
 
 
+@STEPS.runs("kvlab.text.corpus:write_texts")
+def texts_verb(params: OfParams, out: Out) -> None:
+    """Read the documents of the corpus, for whatever model."""
+
+
 @STEPS.runs("kvlab.text.corpus:build")
-def corpus_verb(params: OfParams, out: Out, documents: Keep = None) -> None:
+def corpus_verb(params: OfParams, out: Out, texts: Texts = None) -> None:
     """Cut the corpus into fixed token windows, calibration and test kept apart."""
 
 
 @STEPS.verb
-def needles_verb(params: OfParams, out: Out, documents: Documents = None) -> None:
+def needles_verb(params: OfParams, out: Out, texts: Texts = None) -> None:
     """Plant facts in texts of their own, and questions that ask for them; beside it RULER's texts."""
     from kvlab.text import needles, ruler
 
-    needles.build(params, out, documents)
+    needles.build(params, out, texts)
     ruler.build(params, out.with_name("ruler.parquet"))
 
 
@@ -211,7 +215,7 @@ def ladder_verb(params: OfParams, windows: WindowsFile, fitted: WithArchive, out
 
 @STEPS.runs("kvlab_pipeline.studies.ladder.further:further")
 def ladder_further_verb(
-    params: OfParams, windows: WindowsFile, *, documents: Documents = None, fitted: OfFitted, out: Out
+    params: OfParams, windows: WindowsFile, *, texts: Texts = None, fitted: OfFitted, out: Out
 ) -> None:
     """Score codecs at longer contexts, and klt fitted on parts of the calibration."""
 
@@ -230,8 +234,8 @@ def metrics_verb(
     jobs: Annotated[list[Path], path("json records of the jobs of cells", metavar="FILE ...")],
     codebooks: Annotated[list[Path], path("what `kvlab step codebooks` wrote", metavar="FILE ...")],
     sigmas: Annotated[list[Path], path("json sidecars of `kvlab step sigma`", metavar="FILE ...")],
-    residual: Annotated[list[Path], path("json records of `kvlab step residual`", metavar="FILE ...")],
     out: Out,
+    residual: Annotated[list[Path], path("json records of `kvlab step residual`", metavar="[FILE ...]")] = (),
     choice: ChoiceIfAny = None,
     ladder: Annotated[
         Path | None, path("what `kvlab step ladder` wrote; needed by the ladder", metavar="[FILE]")
@@ -370,7 +374,7 @@ def policy_verb(params: OfParams, needles: NeedlesFile, out: Out) -> None:
 def tradeoffs_verb(
     params: OfParams,
     windows: WindowsFile,
-    documents: Annotated[Path, path("what `kvlab step corpus` kept of the test split")],
+    texts: Annotated[Path, path("what `kvlab step texts` wrote")],
     fitted: OfFitted,
     out: Out,
 ) -> None:

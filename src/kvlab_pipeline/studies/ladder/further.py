@@ -31,13 +31,13 @@ from kvlab_pipeline.studies.ladder.plan import cheapest
 from kvlab_pipeline.studies.ladder.record import Further, WindowScore, parts
 
 
-def further(params: Params, windows_path: Path, documents: Path | None, fitted: FittedFiles, out: Path) -> None:
+def further(params: Params, windows_path: Path, texts: Path | None, fitted: FittedFiles, out: Path) -> None:
     """Write the record, see `record.Further`.
 
     Parameters
     ----------
-    documents : Path, optional
-        What `kvlab step corpus` kept of the test split; without, the corpus is read again.
+    texts : Path, optional
+        What `kvlab step texts` wrote; without, the corpus is read again.
 
     Raises
     ------
@@ -59,7 +59,7 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
         runs = [*grown(params, engine, windows, calibrated, plain)] if asked.growth else []
         codecs = [codec for codec in CONTEXT_CODECS if codec in params.ladder.codecs]
         for context in contexts:
-            rows = long_windows(params, info, context, documents)
+            rows = long_windows(params, info, context, texts)
             named = [NamedCodec(*cheapest(params, codec), calibrated) for codec in codecs]
             found = score(engine, rows, context, named, plain)
             runs.append(ContextRun(context, len(windows.calib) * windows.context, found))
@@ -125,20 +125,20 @@ def scores(params: Params, run: ContextRun) -> Iterator[WindowScore]:
             )
 
 
-def long_windows(params: Params, info: ModelInfo, context: int, documents: Path | None) -> np.ndarray:
+def long_windows(params: Params, info: ModelInfo, context: int, texts: Path | None) -> np.ndarray:
     """Windows of another context from the texts that are scored, in turn, int32 [windows, context + eval].
 
     They are made of the documents of the test split and of the other text alone, none of which the calibration reads
     (`corpus.build` refuses one that both have), in a seeded order: whole documents, one after the other.
     """
-    texts, total, length = params.corpus.scored, params.ladder.context_windows, context + params.windows.eval
+    scored, total, length = params.corpus.scored, params.ladder.context_windows, context + params.windows.eval
+    documents, _ = corpus.documents_of(params, texts)
     tokenizer = load_tokenizer(info)
     prefix, found = corpus.bos(tokenizer), np.empty((total, length), dtype=np.int32)
-    for place, text in enumerate(texts):
-        count = len(range(place, total, len(texts)))
-        kept = corpus.scored_documents(params, documents) if text == "test" else corpus.read_other(params.corpus)[0]
+    for place, text in enumerate(scored):
+        count = len(range(place, total, len(scored)))
         body = length - len(prefix)
-        ids = enough(kept, tokenizer, count * body, params.windows.seed)
+        ids = enough(documents[text], tokenizer, count * body, params.windows.seed)
         if len(ids) < count * body:
             raise CorpusError(
                 f"the {text} text has {len(ids)} tokens, and {count} windows of {length} need {count * body};"
@@ -146,7 +146,7 @@ def long_windows(params: Params, info: ModelInfo, context: int, documents: Path 
                 code="corpus.too-short",
             )
         head = np.tile(np.array(prefix, dtype=np.int32), (count, 1))
-        found[place :: len(texts)] = np.concatenate([head, ids[: count * body].reshape(count, body)], axis=1)
+        found[place :: len(scored)] = np.concatenate([head, ids[: count * body].reshape(count, body)], axis=1)
     return found
 
 

@@ -168,9 +168,10 @@ def between_engines(row: dict) -> dict:
 
 
 def entries(measured: ChapterInputs) -> dict:
-    """Its part of ``metrics.json``."""
+    """Its part of ``metrics.json``, where the study was run."""
     paths, provenance = measured.sources.residual, measured.results.provenance
-    return {"residual": residual_entries(measured.params, paths, provenance, measured.boot)}
+    found = residual_entries(measured.params, paths, provenance, measured.boot)
+    return {"residual": found} if found["rows"] else {}
 
 
 def context(metrics: dict, basis: Basis) -> dict:

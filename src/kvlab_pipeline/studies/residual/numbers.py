@@ -149,7 +149,7 @@ class ResidualGroup:
 
 
 def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance | None) -> dict[str, ResidualResult]:
-    """Every captured engine's result, each once, whole and of one identity.
+    """Every captured engine's result, each once, whole and of one identity; none is due where one engine is captured.
 
     Parameters
     ----------
@@ -175,14 +175,15 @@ def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance |
         refuse_unplanned(params, record, path)
         found[record.engine] = ResidualResult(record, on_grid(record, rows, path))
         refuse_other_ranks(found[record.engine], path)
-    for engine in params.calibration.engines:
+    due = params.calibration.engines if len(params.calibration.engines) > 1 else ()
+    for engine in due:
         if engine not in found:
             raise MissingResult(
                 f"the residual study of engine {engine!r} is missing; run `kvlab step residual` on its capture",
                 code="missing-result.engine",
             )
     refuse_mixed([one.record for one in found.values()], measured)
-    return {engine: found[engine] for engine in params.calibration.engines}
+    return {engine: found[engine] for engine in params.calibration.engines if engine in found}
 
 
 def refuse_unplanned(params: Params, record: ResidualRecord, path: Path) -> None:

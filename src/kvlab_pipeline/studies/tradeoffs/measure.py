@@ -86,7 +86,7 @@ def refuse(params: Params) -> None:
         )
 
 
-def measure(params: Params, windows_path: Path, documents: Path, fitted: FittedFiles, out: Path) -> None:
+def measure(params: Params, windows_path: Path, texts: Path, fitted: FittedFiles, out: Path) -> None:
     """Measure what REPORT.md says; `params.tradeoffs` says of what.
 
     Raises
@@ -105,7 +105,7 @@ def measure(params: Params, windows_path: Path, documents: Path, fitted: FittedF
     info = resolve(params.model)
     found = corpus.load(windows_path, info.model_hash)
     calibrated = calibration.load(fitted, info.model_hash, found.corpus_hash, info)
-    planted = planted_needles(params, documents)
+    planted = planted_needles(params, texts)
     settings, longest = params.tradeoffs, max(len(needles.sequence(item)[0]) for item in planted)
     length = max(longest, found.context + found.eval + settings.tokens)
     check_window(info, length)
@@ -120,12 +120,12 @@ def measure(params: Params, windows_path: Path, documents: Path, fitted: FittedF
     write_json(out, record.model_dump(mode="json"))
 
 
-def planted_needles(params: Params, documents: Path) -> Sequence[Needle]:
+def planted_needles(params: Params, texts: Path) -> Sequence[Needle]:
     """As many retrieval items as are asked for here; those of the gate may be fewer."""
     wanted = params.mechanisms.model_copy(update={"needles": params.tradeoffs.needles})
     with tempfile.TemporaryDirectory() as folder:
         own = params.model_copy(update={"mechanisms": wanted})
-        return needles.build(own, Path(folder) / "needles.parquet", documents).items
+        return needles.build(own, Path(folder) / "needles.parquet", texts).items
 
 
 def recorded(bench: Bench, planted: Sequence[Needle], measured_on: Provenance) -> TradeoffsRecord:
