@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kvlab.calibration import load as calibration
+from kvlab.calibration.calibrate import fitted
 from kvlab.calibration.capture import Captured, capture
-from kvlab.calibration.components import FIELDS, fit_components
+from kvlab.calibration.components import FIELDS, TURNED, fit_components
 from kvlab.calibration.load import FittedFiles, by_origin
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.needs import needed_files
@@ -34,6 +36,7 @@ from kvlab.core.paramfile import overlay
 from kvlab.core.recipe import IDENTITY, Recipe, digest
 from kvlab.core.records import file_hash, from_header, to_header
 from kvlab_pipeline.jobs.codebooks import fit_codebooks
+from kvlab_pipeline.studies.mechanisms.plan import cells
 from kvlab_pipeline.studies.settings import Settings
 from refusals import refused, refused_in_one_line
 
@@ -62,7 +65,8 @@ def test_diagnostics_of_a_known_matrix():
 
 def test_components_are_stored_by_layer_and_stream(tiny_calibration):
     tensors = load_file(tiny_calibration["components"])
-    names = {f"layer_{layer}_{stream}_{name}" for layer in range(3) for stream in "kv" for name in FIELDS}
+    streams = ("k", "v", TURNED)
+    names = {f"layer_{layer}_{stream}_{name}" for layer in range(3) for stream in streams for name in FIELDS}
     assert set(tensors) == names
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     sidecar = json.loads(tiny_calibration["components"].with_suffix(".json").read_text())
@@ -89,6 +93,26 @@ def test_components_are_those_of_the_context_in_the_metric_of_what_errors_do(tin
         torch.testing.assert_close(found.head_metric / scale, metric / scale, atol=1e-4, rtol=1e-3)
         identity = found.forward.double() @ found.inverse.double()
         torch.testing.assert_close(identity, torch.eye(64).double()[None], atol=1e-3, rtol=0)
+
+
+def test_k_after_its_rotary_embedding_is_fitted_as_kvlab_calibrate_does(tiny_params, tiny_calibration):
+    """Of the same capture; a cell names what it reads there by what that holds."""
+    calibrated, info = load_all(tiny_params, tiny_calibration), resolve(tiny_params.model)
+    recipe = named_recipe("klt", 2, rotary="after")
+    own = fitted(Captured(tiny_calibration["capture"], info.model_hash), info, [recipe], tiny_params.calibration.ridge)
+    assert calibrated.turned.keys() == own.turned.keys() == {0, 1, 2} and TURNED not in calibrated.components
+    for layer, name in product(own.turned, FIELDS):
+        due = getattr(own.turned[layer], name).float()  # but that its Sigma_q was not rounded to float32
+        torch.testing.assert_close(
+            getattr(calibrated.turned[layer], name), due, rtol=1e-3, atol=1e-4 * float(due.abs().max())
+        )
+    pages = {"pages": ("klt",), "bits": (2,), "codecs": (), "in_forward": (), "caches": ()}
+    asked = tiny_params.model_copy(update={"mechanisms": tiny_params.mechanisms.model_copy(update=pages)})
+    (cell,) = cells(asked, "vllm")
+    found, name = calibrated.fingerprints(cell), "components/k/post_rope/1"
+    changed = calibrated.turned | {1: replace(calibrated.turned[1], mean=calibrated.turned[1].mean + 1)}
+    other = replace(calibrated, turned=changed).fingerprints(cell)
+    assert {key for key in found if found[key] != other[key]} == {name}
 
 
 def test_the_published_format_is_kept(tiny_calibration):

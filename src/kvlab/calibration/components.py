@@ -36,13 +36,15 @@ from kvlab.core.params import Params
 from kvlab.core.records import atomic, file_hash, forget, to_header, write_json
 
 FIELDS = tuple(field.name for field in fields(Components))
+TURNED = "turned"  # in names of tensors: K after its rotary embedding, as `Fitting.turned` fits it
 
 
 def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Path) -> None:
     """Fit the components of every layer and stream on the calibration contexts.
 
-    Writes ``layer_{l}_{k|v}_{mean,sink,covariance,forward,inverse,variance,sketch}``, float32, as `Components`
-    describes them; the ``.json`` beside it holds the diagnostics of each group of heads.
+    Writes ``layer_{l}_{k|v|turned}_{mean,sink,covariance,forward,inverse,variance,sketch}``, float32, as `Components`
+    describes them; ``turned`` (`Fitting.turned`) where the rotary embedding turns whole heads. The ``.json`` beside
+    it holds the diagnostics of each group of heads.
 
     Raises
     ------
@@ -64,6 +66,8 @@ def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Pa
             components = fitting.components(layer, stream)
             tensors |= named(components, layer, stream)
             diagnostics += describe(components, layer, stream)
+        if fitting.turns_whole_heads(layer):
+            tensors |= named(fitting.turned(layer), layer, TURNED)
     identity = captured.identity | {"sigma_hash": file_hash(sigma_path)}
     forget(out)
     with atomic(out) as temporary:
@@ -156,7 +160,7 @@ class Fitting:
         """
         moments, sample = self.observed.moments(layer, "k"), self.sample(layer, "k")
         cos, sin = self.run[layer]
-        if 2 * cos.shape[1] != sample.shape[-1]:
+        if not self.turns_whole_heads(layer):
             raise CapabilityError(
                 f"the rotary embedding turns {2 * cos.shape[1]} of {sample.shape[-1]} dimensions of a head, and rotary:"
                 " after turns whole heads; give rotary: before",
@@ -171,6 +175,10 @@ class Fitting:
         own = torch.arange(1, tokens + 1) * -(-RUN // (tokens + 1)) % RUN
         turned = turned_about(sample, mean.to(sample), cos[own], sin[own])
         return klt.fit_moments(coded, turned, metric, self.observed.first(layer, "k"))
+
+    def turns_whole_heads(self, layer: int) -> bool:
+        """Whether the rotary embedding of a layer turns every dimension of a head."""
+        return 2 * self.run[layer][0].shape[1] == self.metrics.info.head_dim
 
     @cached_property
     def run(self) -> list[Angles]:
@@ -224,7 +232,7 @@ def describe(components: Components, layer: int, stream: str) -> list[dict]:
 
 
 def load_components(path: Path, identity: dict[str, str]) -> dict[str, dict[int, Components]]:
-    """Stream -> layer -> Components, from what `fit_components` wrote.
+    """Stream, or `TURNED` where the file has it -> layer -> Components, from what `fit_components` wrote.
 
     Parameters
     ----------
@@ -254,7 +262,8 @@ def load_components(path: Path, identity: dict[str, str]) -> dict[str, dict[int,
                 code="calibration.other-fit",
             )
     n_layers = sum(name.endswith("_k_mean") for name in tensors)
-    due = {f"layer_{n}_{stream}_{name}" for n in range(n_layers) for stream in STREAMS for name in FIELDS}
+    streams = (*STREAMS, TURNED) if f"layer_0_{TURNED}_mean" in tensors else STREAMS
+    due = {f"layer_{n}_{stream}_{name}" for n in range(n_layers) for stream in streams for name in FIELDS}
     if missing := sorted(due - set(tensors)) or (not due and ["layer_0_k_mean"]):
         raise CalibrationMismatch(
             f"{path} has no {missing[0]}; run `kvlab step components`", code="calibration.incomplete"
@@ -264,5 +273,5 @@ def load_components(path: Path, identity: dict[str, str]) -> dict[str, dict[int,
             layer: Components(**{name: tensors[f"layer_{layer}_{stream}_{name}"] for name in FIELDS})
             for layer in range(n_layers)
         }
-        for stream in STREAMS
+        for stream in streams
     }

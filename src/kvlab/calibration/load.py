@@ -11,7 +11,7 @@ import torch
 
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.archive_file import archive_identity, load_archive
-from kvlab.calibration.components import FIELDS, load_components
+from kvlab.calibration.components import FIELDS, TURNED, load_components
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.needs import CalibrationPiece, coded_by, pieces, reads
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
@@ -141,7 +141,7 @@ class Calibrated:
         if turned and not self.turned:
             raise CalibrationMismatch(
                 "the calibration holds no components of K after its rotary embedding; make one with kvlab calibrate"
-                " --rotary after",
+                " --rotary after, or run `kvlab step components` again",
                 code="calibration.not-turned",
             )
         if {"components", "own"} & {*due} and after and not turned:
@@ -196,8 +196,9 @@ class Calibrated:
         if piece.kind == "archive":
             return tuple(self.archive.tensors.values())
         if piece.kind == "spectra":
-            return tuple(variance for _, variance in sorted(self.spectra.items()))
-        return tuple(getattr(self.components[piece.stream][piece.place], name) for name in FIELDS)
+            return tuple(variance for _, variance in sorted(self._spectra(piece.placement).items()))
+        found = self.turned if piece.placement == "post_rope" else self.components[piece.stream]
+        return tuple(getattr(found[int(piece.place)], name) for name in FIELDS)
 
     def _spectra(self, placement: Placement) -> dict[tuple[Literal["k", "v"], int], torch.Tensor]:
         """Those of K at a placement and of V, of K first, from the first layer on."""
@@ -257,6 +258,7 @@ def load(
     of_sigma = {"model_hash": model_hash, **origin, "sigma_hash": sigma_hash}
     rotated = {} if fitted.rotated is None else load_rotated(fitted.rotated, of_sigma)
     archive = None if None in (fitted.archive, info) else load_archive(fitted.archive, of_sigma, info)
+    components = {} if fitted.components is None else load_components(fitted.components, of_sigma)
     return Calibrated(
         whiteners=whiteners,
         tables={} if fitted.codebooks is None else load_tables(fitted.codebooks, of_sigma, fitted.rotated),
@@ -264,8 +266,9 @@ def load(
         corpus_hash=sidecar["corpus_hash"],
         sigma_hash=sigma_hash,
         calibration_hash=file_hash(*fitted.paths),
-        components={} if fitted.components is None else load_components(fitted.components, of_sigma),
+        components={stream: found for stream, found in components.items() if stream != TURNED},
         rotated=rotated,
+        turned=components.get(TURNED, {}),
         archive=archive,
     )
 

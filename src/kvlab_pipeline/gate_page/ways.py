@@ -21,7 +21,8 @@ NOTES = {
     " KL is of the first tokens after the context, which read coded K and V alone, their own apart. A codec of whole"
     " blocks, as kivi and fp8, keeps the tokens since the last block as they are, which its bits count.",
     INSIDE: "Prompt and answer alike: each token's K and V are coded in every layer before attention reads them. Where"
-    " a variant's name ends in pages, vLLM's own cache holds the codec's bytes.",
+    " a variant's name ends in pages, vLLM's own cache holds the codec's bytes; with after in it, K is coded after its"
+    " rotary embedding.",
     READ: "All of the cache is stored as it is.",
     FINISHED: "Nobody serves so: the scored tokens read each other's K and V as they were computed, and KL is their"
     " mean.",

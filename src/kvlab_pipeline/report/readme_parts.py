@@ -53,8 +53,8 @@ def codecs_of(claims: dict | None, metrics: dict) -> dict | None:
 
 SHOWN = (ways.SERVED, ways.INSIDE, ways.FINISHED)
 CHOICE = (
-    ("vLLM on a CPU, most tokens in the same memory", "`klt` in pages, 2 bits", ways.INSIDE, "klt_pages", 2),
-    ("vLLM on a CPU, least loss", "`klt` in pages, 4 bits", ways.INSIDE, "klt_pages", 4),
+    ("vLLM on a CPU, most tokens in the same memory", "`klt` in pages, 2 bits", ways.INSIDE, "klt_after_pages", 2),
+    ("vLLM on a CPU, least loss", "`klt` in pages, 4 bits", ways.INSIDE, "klt_after_pages", 4),
     ("transformers, few bits", "`klt`, 4 bits", ways.SERVED, "klt", 4),
     ("transformers, nothing to calibrate", "`kivi`, 4 bits", ways.SERVED, "kivi", 4),
     ("a finished cache to store or send", "`archive`, 2 bits", ways.FINISHED, "archive", 2),

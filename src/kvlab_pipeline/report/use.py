@@ -181,7 +181,7 @@ def rows_table(rows: list[dict], state: Mapping[str, dict], finished: bool) -> s
 
 def rung(row: dict) -> str:
     """A row by its name on the ladder, which knows nothing of pages."""
-    name = (row["mechanism_variant"] or row["mechanism"]).removesuffix("_pages")
+    name = (row["mechanism_variant"] or row["mechanism"]).removesuffix("_pages").removesuffix("_after")
     return f"{name} {fmt.plain(row['bits'])}" if row["bits"] else name
 
 

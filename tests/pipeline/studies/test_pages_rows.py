@@ -32,7 +32,7 @@ from pipeline.studies.test_mechanisms import Lent, engine_of, row, scores, tiny_
 from refusals import refused
 
 __all__ = ["engine_of", "tiny_needles"]  # fixtures
-BARE, SINK, RECENT = {"pages_sink": 0, "pages_recent": 0}, 2, 8
+BARE, SINK, RECENT = {"pages_sink": 0, "pages_recent": 0, "pages_rotary": "before"}, 2, 8
 BACKEND = "kvlab.cache.pages.backend.PagesImpl"
 
 
@@ -52,9 +52,13 @@ def test_pages_are_planned_on_vllm_alone_at_every_bits(tiny_params):
     assert not any(v.paged for v in plan.variants(asked, "hf"))
     simulated = {v.label: v for v in plan.variants(asked, "vllm") if v.tapped}
     one, other = found["klt 2 pages"], simulated["klt 2 in_forward"]
-    assert one.variant == "klt_pages" and other.variant == "klt" and one.recipe_id != other.recipe_id
+    assert one.variant == "klt_after_pages" and other.variant == "klt" and one.recipe_id != other.recipe_id
     own, simulated = one.cell.recipe.k, other.cell.recipe.k
-    assert own.model_copy(update={"sink": 0, "recent": 0}) == simulated and (own.sink, own.recent) == (4, 128)
+    alike = {"sink": 0, "recent": 0, "escape": simulated.escape}
+    assert own.model_copy(update=alike) == simulated and (own.sink, own.recent) == (4, 128)
+    assert (one.cell.recipe.rotary, one.cell.placement) == ("after", "post_rope")
+    (before,) = (v for v in plan.variants(asking(tiny_params, pages_rotary="before"), "vllm") if v.paged)
+    assert (before.variant, before.cell.recipe.rotary) == ("klt_pages", "before")
     (bare,) = (v for v in plan.variants(asking(tiny_params, **BARE), "vllm") if v.paged)
     assert bare.recipe_id == other.recipe_id
     assert (one.protocol(("snapshot",)), one.span(()), one.tapped) == ("in_forward", "window", False)
@@ -142,7 +146,8 @@ def test_what_pages_cannot_hold_here_is_a_row_that_says_why(
     with Lab.open(asking(tiny_params), tiny_windows, {"hf": tiny_fitted}) as lab:
         part = measuring.MechanismsPart(lab, "vllm", tiny_needles, "code", None)
     (missing,) = part.missing
-    assert (missing.label, missing.mechanism_variant, missing.reason) == ("klt 2 pages", "klt_pages", "no pages here")
+    told = (missing.label, missing.mechanism_variant, missing.reason)
+    assert told == ("klt 2 pages", "klt_after_pages", "no pages here")
 
 
 # ----------------------------------------------------------------------------------------- in a running vLLM
@@ -201,7 +206,7 @@ def test_exact_tokens_make_pages_cost_less_than_the_same_codec_inside_the_forwar
 @pytest.mark.engine
 def test_the_gate_finds_nothing_wrong_with_its_evidence(measured):
     record, table = measured
-    made = next(one for one in rows_of(record, table, "supported") if one.get("mechanism_variant") == "klt_pages")
+    made = next(one for one in rows_of(record, table, "supported") if one.get("mechanism_variant") == "klt_after_pages")
     pieces = made.pop(EVIDENCE)
     assert made["row_id"].endswith("/vllm/klt-2-pages") and made["capacity_tokens"] > 0 and len(pieces) == 2
     known = gate_registry.load()

@@ -56,6 +56,10 @@ class Mechanisms(Section):
         description="codecs whose bytes vLLM's own cache holds, at each of `bits`, on a CPU: the backend that"
         " `vllm serve` runs with KVLAB_PAGES; none: leave them out",
     )
+    pages_rotary: Literal["before", "after"] = Field(
+        default="after",
+        description="where `pages` code K: before its rotary embedding (less is lost), or after it (it is quicker)",
+    )
     pages_sink: int = Field(
         default=4, ge=0, le=PAGES_EXACT["sink"], description="first tokens of a request that `pages` read exact"
     )

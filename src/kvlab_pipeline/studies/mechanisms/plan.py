@@ -155,9 +155,11 @@ def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: 
 
 
 def _paged(params: Params, engine: str, codec: str, bits: int) -> PlannedVariant:
-    label, name = f"{codec} {bits} pages", f"{codec}_pages"
-    kept = {"sink": params.mechanisms.pages_sink, "recent": params.mechanisms.pages_recent}
-    cell = _of_all_layers(params, engine, named_recipe(codec, bits, params=params, **kept), "in_forward", label)
+    asked = params.mechanisms
+    label, name = f"{codec} {bits} pages", f"{codec}{'_after' * (asked.pages_rotary == 'after')}_pages"
+    kept = {"sink": asked.pages_sink, "recent": asked.pages_recent}
+    recipe = named_recipe(codec, bits, params=params, rotary=asked.pages_rotary, **kept)
+    cell = _of_all_layers(params, engine, recipe, "in_forward", label)
     return PlannedVariant(
         label, _mechanism(codec), name, method=name, scope="kv_cache", bits=bits, cell=cell, paged=True
     )
