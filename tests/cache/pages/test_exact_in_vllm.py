@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from cache.pages.pages_user import PROMPTS
 from cache.pages.test_in_vllm import CODED, codecs, fitted, logprobs, served  # noqa: F401 (fixtures of the session)
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.base import Site
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.recipe import Recipe
 
 pytestmark = pytest.mark.engine
@@ -91,3 +95,16 @@ def test_it_says_what_it_keeps_exact_and_what_that_takes(recent, whole, hf_engin
         pages = user.status["pages"]
         assert (pages["sink"], pages["recent"], pages["requests"]) == (sink, newest, 4)
         assert pages["exact_bytes"] == (sink + newest) * token and pages["canary_kl"] > 0.01
+
+
+@pytest.mark.nightly
+def test_a_server_compiles_nothing_that_was_not_compiled_before(tiny_model, tiny_calibration, tmp_path_factory, monkeypatch):
+    """Its prompts, chunks and steps meet no layout that `cache.compiling` does not."""
+    pytest.importorskip("numba")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(kept := tmp_path_factory.mktemp("compiled")))
+    loops = "import torch; from kvlab.cache.compiling import compile_loops; compile_loops('after', torch.float32)"
+    subprocess.run([sys.executable, "-c", loops], check=True)
+    compiled = set(kept.rglob("*.nbc"))
+    recipe = named_recipe("klt", 3, rotary="after", sink=SINK, recent=RECENT)
+    served("exact_user.py", tiny_model, recipe, tiny_calibration, tmp_path_factory, "alone")
+    assert compiled and set(kept.rglob("*.nbc")) == compiled

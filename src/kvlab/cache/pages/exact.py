@@ -330,7 +330,8 @@ def singles_beside(
     if loops and by_loops(store, query):
         from kvlab.codecs.shared import softmax_numba
 
-        q, values = (softmax_numba.as_numbers(x) for x in (query, store))
+        q = np.ascontiguousarray(softmax_numba.as_numbers(query))  # the loop is compiled for each layout that it meets
+        values = softmax_numba.as_numbers(store)
         softmax_numba.add_exact(*exact.singles, q, values, scale, *(part.numpy() for part in coded))
     elif len(exact.single):
         k, v = store[:, exact.single_rows]

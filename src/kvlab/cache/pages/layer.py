@@ -166,8 +166,9 @@ def quick(rows: Rows) -> RowReader | None:
     if not (isinstance(rows, KltRows) and rows.plan.mean.device.type == "cpu" and compiled()):
         return None
     from kvlab.codecs.klt.reading_numba import TileLoop
+    from kvlab.codecs.klt.served_numba import ServedLoop
 
-    return RowReader(rows.plan, TileLoop(rows.plan))
+    return RowReader(rows.plan, (TileLoop if rows.plan.escaping else ServedLoop)(rows.plan))
 
 
 def compiled_loops(

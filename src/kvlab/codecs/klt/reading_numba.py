@@ -86,11 +86,15 @@ class TileLoop(TileTables):
 
         def part(number: int) -> int:
             own = slice(len(slots) * number // threads, len(slots) * (number + 1) // threads)
-            return tiles_numba.vectors(rows.numpy(), slots[own], first, *self.tables(), out[:, own])
+            return self.vectors(rows.numpy(), slots[own], first, out[:, own])
 
         for fault in in_threads(part, threads):
             refuse(fault)
         return torch.from_numpy(out)
+
+    def vectors(self, rows: NDArray, slots: NDArray, first: int, out: NDArray) -> int:
+        """See `tiles_numba.vectors`."""
+        return tiles_numba.vectors(rows, slots, first, *self.tables(), out)
 
     def tables(self) -> tuple:
         """What `tiles_numba.tile` reads, and what it works in."""

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kvlab.codecs.klt.attention_numba import Seen, over_runs, weigh
 from kvlab.codecs.klt.halves import lent
-from kvlab.codecs.klt.reading import Looked, RowReader
-from kvlab.codecs.klt.reading_numba import in_threads, way_of
+from kvlab.codecs.klt.reading import OK, Looked, RowReader
+from kvlab.codecs.klt.reading_numba import TileLoop, in_threads, way_of
 from kvlab.codecs.klt.tables_numba import StreamTables, tables_of
 from kvlab.codecs.klt.tiles_numba import TILE, Active, Way, compiled, first_of
 from kvlab.codecs.klt.vectors_numba import matrix_of, turned_round, unpack
@@ -86,6 +86,16 @@ class ServedAttention:
     def _room(self) -> NDArray:
         """What `attend` works in."""
         return lent("served", (self.room,))
+
+
+class ServedLoop(TileLoop):
+    """Reads rows without escapes, and so has nothing to compile that escapes need."""
+
+    def vectors(self, rows: NDArray, slots: NDArray, first: int, out: NDArray) -> int:
+        """See `tiles_numba.vectors`."""
+        bytes = lent("columns", (self.bytes + 1, TILE), np.uint8)
+        vectors(rows, slots, first, self.active, bytes, lent("tile", (self.lines, APART)), out)
+        return OK
 
 
 def room_of(k: StreamTables, v: StreamTables, bytes: int) -> int:
@@ -152,6 +162,27 @@ def _tile(rows, slots, first, bytes, a, room, wide, z):
     columns, symbols = room[:bytes], room[bytes]
     turned_round(rows, slots, first, columns)
     unpack(columns, wide, a, symbols, z)
+
+
+@compiled
+def vectors(rows, slots, first, a, room, z, out):
+    """Components of any number of tokens into float32 [groups, n, width + 1], as `tiles_numba.vectors` has them.
+
+    `room` is uint8 [bytes + 1, TILE], and `z` float32 [active or more, APART].
+    """
+    width = out.shape[2] - 1
+    for start in range(0, len(slots), TILE):
+        own = slots[start : start + TILE]
+        _tile(rows, own, first, len(room) - 1, a, room, whole_vectors(len(own)), z)
+        for group in range(len(out)):
+            for token in range(start, start + len(own)):
+                for at in range(width):
+                    out[group, token, at] = a.constant[group * width + at]
+                out[group, token, width] = 0
+        for number in range(len(a.component)):
+            group, at = a.component[number] // width, a.component[number] % width
+            for token in range(len(own)):
+                out[group, start + token, at] = z[number, token]
 
 
 @compiled

@@ -168,10 +168,9 @@ def between_engines(row: dict) -> dict:
 
 
 def entries(measured: ChapterInputs) -> dict:
-    """Its part of ``metrics.json``, where the study was run."""
+    """Its part of ``metrics.json``."""
     paths, provenance = measured.sources.residual, measured.results.provenance
-    found = residual_entries(measured.params, paths, provenance, measured.boot)
-    return {"residual": found} if found["rows"] else {}
+    return {"residual": residual_entries(measured.params, paths, provenance, measured.boot)}
 
 
 def context(metrics: dict, basis: Basis) -> dict:
@@ -330,7 +329,7 @@ def residual_context(
 
     What compares engines may have been taken out of `residual`; see `kvlab_pipeline.rendering.withheld`.
     """
-    if not residual:
+    if not (residual or {}).get("rows"):
         return None
     residual = {"ratios": []} | residual
     engines = engines_of(residual)
