@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating]
-ROWS = 16  # of a prediction that are in float64 at once
+NUMBERS = 2**17  # of a prediction that are in float64 at once: more would leave the near cache
 
 
 def log_softmax(logits: Floats) -> Floats:
@@ -52,8 +52,9 @@ def scored(p: Floats, q: Floats, labels: NDArray) -> dict[str, NDArray]:
 
 def _logarithms(p: Floats, q: Floats) -> Iterator[tuple[Floats, Floats]]:
     """Logarithms of the probabilities that both logits stand for, float64, by blocks of rows."""
-    for first in range(0, len(p), ROWS):
-        block = slice(first, first + ROWS)
+    rows = max(1, NUMBERS // p.shape[1])
+    for first in range(0, len(p), rows):
+        block = slice(first, first + rows)
         yield log_softmax(p[block].astype(np.float64)), log_softmax(q[block].astype(np.float64))
 
 

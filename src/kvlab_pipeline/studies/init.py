@@ -67,7 +67,7 @@ windows:
   context: $context                # tokens whose K and V are coded
   eval: 128                   # tokens that are scored after them
   test: $test                    # windows that are scored, half of them of each text
-  calib: 64                   # windows that the calibration sees (32,768 tokens); never the scored ones
+  calib: 32                   # windows that the calibration sees (16,384 tokens); never the scored ones
   other: $other                   # windows of `corpus.other` that are scored
   seed: 0
 

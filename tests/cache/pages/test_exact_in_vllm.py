@@ -98,7 +98,7 @@ def test_it_says_what_it_keeps_exact_and_what_that_takes(recent, whole, hf_engin
 
 
 @pytest.mark.nightly
-def test_a_server_compiles_nothing_that_was_not_compiled_before(tiny_model, tiny_calibration, tmp_path_factory, monkeypatch):
+def test_a_server_compiles_nothing_more(tiny_model, tiny_calibration, tmp_path_factory, monkeypatch):
     """Its prompts, chunks and steps meet no layout that `cache.compiling` does not."""
     pytest.importorskip("numba")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(kept := tmp_path_factory.mktemp("compiled")))
