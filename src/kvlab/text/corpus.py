@@ -169,8 +169,8 @@ def documents_of(params: Params, texts: Path | None = None) -> tuple[dict[str, l
             f"{texts} holds the texts of {corpus}, and `corpus` names {read_from(params)}; run `kvlab step texts`",
             code="corpus.other-texts",
         )
-    parts = table.partition_by("split", as_dict=True, include_key=False)
-    return {split: rows["text"].to_list() for (split,), rows in parts.items()}, facts
+    splits = ("calib", "test") if params.corpus.other is None else ("calib", "test", "other")
+    return {split: table.filter(pl.col("split") == split)["text"].to_list() for split in splits}, facts
 
 
 def read_from(params: Params) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def on_windows(params: Params, info: ModelInfo, calibrated: Calibrated, scored: 
     with closing(start(params.ladder.engine, info, "float32", max_tokens=longest)) as engine:
         for window in tqdm(scored, desc="coding gain", unit="window"):
             clean = CleanCapture(window.context)
-            engine.score(list(window.ids), window.context, clean)
+            engine.score(list(window.ids[: window.context + 2]), window.context, clean)  # the fewest that are scored
             for stream, (tokens, first) in product(STREAMS, PARTS.items()):
                 own = calibrated.components[stream]
                 found = [of_rows(one, clean.kept[layer, stream][:, first:]) for layer, one in own.items()]
