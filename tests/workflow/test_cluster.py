@@ -21,6 +21,7 @@ ASKED = [sys.executable, ROOT / "validation/pipeline/asked.py"]
 PROFILES = ROOT / "workflow/profiles"
 SLURM, KUBERNETES = (("--profile", f"workflow/profiles/{name}") for name in ("slurm", "kubernetes"))
 REPORT = "results/gap/FINDINGS.md"
+TEXTS = "calib/corpus/texts.parquet"
 MEASURING = {"measure_float32"}  # the quick parameters have no other dtype
 ON_HF = {"capture_engine", "choice_layers", "ladder_jobs", "ladder_facts"}
 ENGINES_RUN = {"measure_hf_mechanisms", "measure_vllm_mechanisms"} | ON_HF | MEASURING
@@ -91,8 +92,8 @@ def test_where_nodes_have_gpus_engines_ask_for_one_per_part_of_their_model(asked
 
 @pytest.mark.nightly
 def test_memory_and_time_can_be_overridden(asked):
-    changes = ["corpus_model:mem_mb=64000", "corpus_model:runtime=1440"]
-    (corpus,) = asked(*SLURM, "--set-resources", *changes, "--", "corpus")
+    changes = ["corpus_texts:mem_mb=64000", "corpus_texts:runtime=1440"]
+    (corpus,) = asked(*SLURM, "--set-resources", *changes, "--", TEXTS)
     assert (corpus["mem_mb"], corpus["runtime"]) == (64000, 1440)
 
 
@@ -211,10 +212,10 @@ def kubernetes(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("gpus", "limit"), [("0", None), ("1", "1")])
 def test_kubernetes_is_asked_for_what_the_rule_asks(run, bucket, kubernetes, workspace, gpus, limit):
-    """The corpus job stands for those without a GPU; made into an engine's, it asks for what such a job would."""
+    """The job of the texts stands for those without a GPU; made into an engine's, it asks for what such a job would."""
     sent, cluster = kubernetes
-    extra = ["--set-resources", f"corpus_model:gpu={gpus}"] if gpus == "1" else []
-    run(*SNAKEMAKE, *KUBERNETES, *extra, "--", "corpus", **bucket[1], **cluster, KVLAB_GPUS=gpus)
+    extra = ["--set-resources", f"corpus_texts:gpu={gpus}"] if gpus == "1" else []
+    run(*SNAKEMAKE, *KUBERNETES, *extra, "--", TEXTS, **bucket[1], **cluster, KVLAB_GPUS=gpus)
     (container,) = sent[0]["spec"]["template"]["spec"]["containers"]
     profile = yaml.safe_load((PROFILES / "kubernetes/config.yaml").read_text())
     resources = container["resources"]

@@ -44,7 +44,7 @@ def main():
     time.sleep(float(os.environ.get("STANDIN_SLEEP", 0)))
     if verb == os.environ.get("STANDIN_FAIL"):
         sys.exit(f"kvlab {verb}: failed, because STANDIN_FAIL says so")
-    own = {"rows": ["--current"], "corpus": ["--documents"]}  # of another verb it is what is read
+    own = {"rows": ["--current"]}  # of another verb it is what is read
     made = ("--html", "--json", "--summary", *own.get(verb, []))
     beside = [Path(flags.pop(flag)[0]) for flag in made if flag in flags]
     told = description(verb, params, flags | {"--measure": jobs})

@@ -21,7 +21,14 @@ FITTED = [
     "components calib/components/reference/hf.safetensors",
     f"sigma {SIGMA}",
 ]
-TO_SIGMA = ["asked calib/asked/reference.json", f"capture {CAPTURE}", f"corpus {CORPUS}", f"sigma {SIGMA}"]
+TEXTS = "texts calib/corpus/texts.parquet"
+TO_SIGMA = [
+    "asked calib/asked/reference.json",
+    f"capture {CAPTURE}",
+    f"corpus {CORPUS}",
+    f"sigma {SIGMA}",
+    TEXTS,
+]
 STUDIES = ("restore", "policy", "bitplanes", "placement")  # of the KV store
 OUTSIDE_THE_REPORT = [
     "planted results/planted",
@@ -42,7 +49,7 @@ def test_dvc_repro_makes_everything_once(reproduced):
     ran = reproduced.ran(forget=False)
     assert len(ran) == len(set(ran))
     verbs = {line.partition(" ")[0] for line in ran}
-    assert {"corpus", "capture", "codebooks", "choose", "jobs", "residual", "metrics", "verdict", "report"} <= verbs
+    assert {"texts", "corpus", "capture", "codebooks", "choose", "jobs", "metrics", "verdict", "report"} <= verbs
     assert {*TO_SIGMA, *OUTSIDE_THE_REPORT} <= set(ran)
 
 

@@ -14,11 +14,11 @@ import pytest
 MODELS, BITS = ("reference", "other"), (2, 3, 4)
 # Verbs whose jobs do not depend on bits: their results are those of the run before. The gate's do, all of its stage, as
 # it measures again what it certifies.
-WITHOUT_BITS = {"weights", "corpus", "needles", "asked", "capture", "sigma", "components", "archive", "planted"}
-WITHOUT_BITS |= {"restore", "policy", "bitplanes", "placement", "tradeoffs", "capacity", "service"}
+WITHOUT_BITS = {"weights", "texts", "corpus", "needles", "asked", "capture", "sigma", "components", "archive"}
+WITHOUT_BITS |= {"planted", "restore", "policy", "bitplanes", "placement", "tradeoffs", "capacity", "service"}
 WITHOUT_BITS |= {"ranks", "micro", "page"}
-# What is asked for is said by the codecs' names alone, and single operations are timed without a model.
-OF_NO_MODEL = ("calib/asked/", "results/micro/")
+# What is asked for is said by the codecs' names alone; texts are read, and single operations timed, without a model.
+OF_NO_MODEL = ("calib/asked/", "calib/corpus/texts.", "results/micro/")
 PATIENCE = 1800  # seconds, for the whole queue
 PENDING = re.compile("Queued|Running")  # in `dvc queue status`; workers take a moment to report themselves
 # Every result of some revisions, from DVC's cache and not from the workspace.

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 ALL = ("results/gap/FINDINGS.md", "ladder", "planted", "kvstore", "serving", "tradeoffs")
-CODED = {"codebooks_origin", "residual_engine", "choice_layers", "measure_hf_float32"}
+CODED = {"codebooks_origin", "choice_layers", "measure_hf_float32"}
 AGAIN = {"gate_report"}  # what it certifies it measures again
 REPORTED = {"gap_metrics", "gap_verdict", "report_comparison", "report_lead"}
 JUDGED = {"measure_hf_mechanisms", "gate_rows", "gate_report"}
