@@ -160,7 +160,8 @@ DISCLOSURES = [
 ]
 ORIGIN = PARAMS.calibration.origin
 CAPTURED = sorted(PARAMS.calibration.engines)
-COMPARED = CAPTURED if len(CAPTURED) > 1 else []  # whether a codec errs alike on each capture, one alone cannot say
+# On whose captures the codec's own error is held side by side; one alone has nothing beside it.
+COMPARED = CAPTURED if len(CAPTURED) > 1 else []
 ENGINES = sorted({*PARAMS.engines, *CAPTURED})
 RUNS = plan.baseline_runs(PARAMS)
 
